@@ -1,0 +1,60 @@
+"""How the product fails: one clear sentence, the evidence under it, the way out, and an exit code of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit codes of every command; the README has the same table."""
+
+    DONE = 0
+    BUG = 1
+    """A traceback: our own mistake."""
+    USAGE = 2
+    """The command line or a configuration is wrong."""
+    DRIFT = 3
+    """The environment is not the locked one."""
+    INPUT = 4
+    """A text, a target, a checkpoint or another input cannot be used."""
+    HOST = 5
+    """This machine lacks something: a compiler, a driver, a card, memory."""
+    STORAGE = 6
+    """A disk is full or a folder cannot be written."""
+    CACHE = 7
+    """A compile cache was refused, or missed where it must hit."""
+    TRAINING = 8
+    """Training cannot go on: numbers that are not finite, a recompile, a fallback to slow code."""
+    LOCK = 9
+    """A lock is stale, edited, inconsistent, or cannot be resolved."""
+    UNREACHABLE = 10
+    """A package index or a registry does not answer."""
+    INTERRUPTED = 130
+    """Stopped by Ctrl-C (SIGINT), after saving."""
+    TERMINATED = 143
+    """Stopped by SIGTERM, after saving."""
+
+
+class Failure(Exception):
+    """Something a user can mend. `details` are lines of evidence, `hint` names the mending command in backticks."""
+
+    def __init__(self, code: Exit, message: str, *, details: Sequence[str] = (), hint: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.details = tuple(details)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        lines = [f"error: {self.message}", *(f"  {line}" for line in self.details)]
+        if self.hint is not None:
+            lines.append(f"hint: {self.hint}")
+        return "\n".join(lines)
+
+
+def report(failure: Failure) -> int:
+    """Print a failure on standard error and return its exit code; readable without colour."""
+    print(failure, file=sys.stderr, flush=True)
+    return int(failure.code)
