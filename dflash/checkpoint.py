@@ -1,0 +1,100 @@
+"""Training state on disk: whole or not there, checked before it is read, the newest few kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from dflash import storage
+from env.errors import Exit, Failure
+
+MANIFEST = "manifest.json"
+
+
+def save(
+    folder: Path, step: int, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, keep: int
+) -> Path:
+    """Write weights and optimizer state as `folder/step-NNNNNNNN` and drop all but the newest `keep`.
+
+    Raises:
+        Failure: Exit.STORAGE, when the disk refuses; earlier checkpoints are untouched.
+    """
+    place = folder / _name(step)
+    weights, moments = get_state_dict(model, list(optimizers))
+    with storage.new_folder(place) as beside:
+        try:
+            with warnings.catch_warnings():
+                # torch's own: TypedStorage inside its planner, and that one process saves alone, which is meant
+                warnings.simplefilter("ignore")
+                save_state({"model": weights, "optimizer": moments}, checkpoint_id=beside, no_dist=True)
+        except CheckpointException as error:
+            for cause, _ in error.failures.values():
+                if isinstance(cause, OSError):
+                    raise cause from error
+            raise
+        files = {
+            file.name: {"size": file.stat().st_size, "sha256": storage.sha256(file)}
+            for file in sorted(beside.iterdir())
+        }
+        (beside / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
+    for old in steps(folder)[:-keep]:
+        shutil.rmtree(folder / _name(old))
+    return place
+
+
+def resume(folder: Path, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Load the newest checkpoint in place and return its step; 0 when there is none.
+
+    Raises:
+        Failure: Exit.INPUT, when a file of it is missing, cut short or changed; nothing has been loaded then.
+    """
+    saved = steps(folder)
+    if not saved:
+        return 0
+    place = folder / _name(saved[-1])
+    _verify(place, earlier=saved[:-1])
+    weights, moments = get_state_dict(model, list(optimizers))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load({"model": weights, "optimizer": moments}, checkpoint_id=place, no_dist=True)
+    set_state_dict(model, list(optimizers), model_state_dict=weights, optim_state_dict=moments)
+    return saved[-1]
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps that have a checkpoint, oldest first."""
+    found = (re.fullmatch(r"step-(\d{8})", path.name) for path in folder.glob("step-*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _verify(place: Path, earlier: list[int]) -> None:
+    way_back = f"; step {earlier[-1]} is the one before" if earlier else ""
+    hint = f"remove it to go on from what is left: `rm -r {place}`{way_back}"
+    try:
+        files = json.loads((place / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise Failure(Exit.INPUT, f"the checkpoint `{place}` has no readable {MANIFEST}", hint=hint) from None
+    for name, promised in files.items():
+        file = place / name
+        if not file.is_file():
+            raise Failure(Exit.INPUT, f"the checkpoint `{place}` lacks its file {name}", hint=hint)
+        size = file.stat().st_size
+        if size != promised["size"]:
+            message = f"the checkpoint `{place}` is cut short: {name} has {size} bytes, {promised['size']} were saved"
+            raise Failure(Exit.INPUT, message, hint=hint)
+        if storage.sha256(file) != promised["sha256"]:
+            raise Failure(Exit.INPUT, f"the checkpoint `{place}` was changed: {name} has another sha256", hint=hint)
