@@ -76,5 +76,5 @@ def linear_cross_entropy(
         chunk: `chunk_loss`, compiled or not.
         pieces: how many equal chunks T is cut into; must divide it.
     """
-    loss, right = _LinearCrossEntropy.apply(hidden, head, labels, weight, chunk, pieces)
+    loss, right = _LinearCrossEntropy.apply(hidden, head, labels, weight, chunk, pieces)  # type: ignore[no-untyped-call]
     return loss, right

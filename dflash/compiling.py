@@ -1,0 +1,60 @@
+"""What is compiled, and how it is known that nothing else is.
+
+Each decoder layer is a region of its own: all layers share one graph pair, which is traced once. The chunk of the loss
+is the other region. Everything around them is a handful of plain operations.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import counters
+
+from dflash.loss import chunk_loss
+from env.errors import Exit, Failure
+
+if TYPE_CHECKING:
+    from dflash.loss import Chunk
+    from dflash.model import Drafter
+
+
+def compile_regions(drafter: Drafter) -> Chunk:
+    """Mark the drafter's layers for compilation in place and return the compiled chunk of the loss.
+
+    Raises:
+        Failure: Exit.HOST, when there is no C++ compiler for the kernels' host code.
+    """
+    _require_compiler()
+    # one configuration is one graph pair: a second one means that a shape or a type has slipped, and it costs a minute
+    torch._dynamo.config.error_on_recompile = True  # noqa: SLF001  # the public name of this switch is TORCH_LOGS only
+    for layer in drafter.layers:
+        layer.compile(fullgraph=True, dynamic=False)
+    compiled: Chunk = torch.compile(chunk_loss, fullgraph=True, dynamic=False)
+    return compiled
+
+
+def cache_counts() -> dict[str, int]:
+    """Hits, misses and bypasses of AOTAutograd's and FX's caches in this process so far."""
+    autograd, inductor = counters["aot_autograd"], counters["inductor"]
+    return {
+        "autograd_hit": autograd["autograd_cache_hit"],
+        "autograd_miss": autograd["autograd_cache_miss"],
+        "autograd_bypass": autograd["autograd_cache_bypass"],
+        "fx_hit": inductor["fxgraph_cache_hit"],
+        "fx_miss": inductor["fxgraph_cache_miss"],
+        "fx_bypass": inductor["fxgraph_cache_bypass"],
+    }
+
+
+def _require_compiler() -> None:
+    from torch._inductor import config
+
+    wanted = [name for name in config.cpp.cxx if name] if isinstance(config.cpp.cxx, tuple) else [config.cpp.cxx]
+    if not any(shutil.which(name) for name in wanted):
+        raise Failure(
+            Exit.HOST,
+            f"no C++ compiler: `{'`, `'.join(wanted)}` is not on the PATH",
+            hint="install one (`apt-get install g++`), or name yours in the variable CXX",
+        )

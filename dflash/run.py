@@ -1,0 +1,194 @@
+"""A run's folder: what a run was given, what it measured, and how a rerun finds its place in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard.writer import SummaryWriter
+
+from dflash import config, storage
+from env.errors import Exit, Failure
+
+ENVIRONMENT = "DFLASH_ENVIRONMENT"
+"""Names the environment record that the launcher wrote; a trainer started without one says so."""
+
+GIVEN = "given.json"
+"""What decides a run's numbers: a rerun with anything else is refused."""
+
+
+def choose(parent: Path, name: str, given: dict[str, Any]) -> Path:
+    """The newest unfinished run of that name that was given the same, or else a new folder's path.
+
+    Raises:
+        Failure: Exit.STORAGE, when the parent cannot be read.
+    """
+    pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
+    try:
+        matches = ((pattern.fullmatch(path.name), path) for path in parent.glob(f"{name}*"))
+        found = {int(match[1] or 1): path for match, path in matches if match}
+    except OSError as error:
+        raise storage.refusal(error, "look for runs", parent) from error
+    if found:
+        newest = found[max(found)]
+        if not finished(newest) and _read(newest / GIVEN) == given:
+            return newest
+    number = max(found, default=0) + 1
+    return parent / (name if number == 1 else f"{name}-{number}")
+
+
+def finished(folder: Path) -> bool:
+    """Whether a run has come to its end."""
+    return (folder / "summary.json").exists()
+
+
+@contextmanager
+def occupied(folder: Path, settings: config.Config, given: dict[str, Any]) -> Iterator[bool]:
+    """Hold a run's folder, made if need be, against a second trainer; yields whether the run had been begun before.
+
+    Raises:
+        Failure: Exit.STORAGE, when the folder cannot be written; Exit.USAGE, when another process trains in it, or it
+            belongs to a run that was given something else.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise storage.refusal(error, "keep a run", folder) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"another process is training in `{folder}`"
+            raise Failure(Exit.USAGE, message, hint="name another folder with `--run`") from None
+        before = _read(folder / GIVEN)
+        if before is not None and before != given:
+            raise Failure(
+                Exit.USAGE,
+                f"`{folder}` holds a run that was given something else",
+                details=list(_differences(before, given)),
+                hint="name another folder with `--run`, or give the same again to resume",
+            )
+        if before is None:
+            storage.write(folder / "config.json", _json(config.to_tables(settings)))
+            _keep_environment(folder)
+            storage.write(folder / GIVEN, _json(given))
+        yield before is not None
+
+
+def environment(folder: Path) -> dict[str, Any]:
+    """The environment record that a run keeps."""
+    return _read(folder / "environment.json") or {}
+
+
+def drifted(folder: Path) -> str:
+    """What every status line must say about the environment; empty when it is the locked one."""
+    record = environment(folder)
+    if record.get("drift"):
+        return "environment drifted"
+    return "" if record.get("env_id") else "environment not checked"
+
+
+class Metrics:
+    """Numbers of each step: JSON lines that are the same for the same inputs, and TensorBoard for the eye."""
+
+    def __init__(self, folder: Path, name: str, step: int) -> None:
+        """Go on after `step`; lines past it come from a run that died before its next checkpoint."""
+        path = folder / f"{name}.jsonl"
+        try:
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            storage.write(path, b"".join(lines[:step]))
+            self._file = path.open("ab", buffering=0)
+            self._board = SummaryWriter(str(folder / "tensorboard" / name), purge_step=step + 1)
+        except OSError as error:
+            raise storage.refusal(error, "keep metrics", folder) from error
+        self._place = folder
+
+    def add(self, step: int, numbers: dict[str, Any], timing: dict[str, float] | None = None) -> None:
+        """Append one step's numbers; `timing` goes to TensorBoard only, since it differs between equal runs.
+
+        Raises:
+            Failure: Exit.STORAGE, when the disk refuses.
+        """
+        try:
+            self._file.write(json.dumps({"step": step, **numbers}).encode() + b"\n")
+            for key, value in {**numbers, **(timing or {})}.items():
+                if isinstance(value, float | int):
+                    self._board.add_scalar(key, value, step)
+        except OSError as error:
+            raise storage.refusal(error, "keep metrics", self._place) from error
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        self._file.close()
+        self._board.close()
+
+
+class Phases:
+    """Seconds that each phase of a run took, over all its starts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "timing.json"
+        self.seconds: dict[str, float] = _read(self._path) or {}
+
+    @contextmanager
+    def measured(self, name: str) -> Iterator[None]:
+        """Add the block's seconds to the phase `name`, also when it ends early."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - begun)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds to the phase `name`."""
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + seconds, 3)
+        storage.write(self._path, _json(self.seconds))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a value as readable JSON, atomically.
+
+    Raises:
+        Failure: Exit.STORAGE, when the disk refuses.
+    """
+    storage.write(path, _json(content))
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, indent=1, sort_keys=False).encode() + b"\n"
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise Failure(Exit.INPUT, f"`{path}` cannot be read: {error}", hint="name another folder: `--run`") from None
+
+
+def _keep_environment(folder: Path) -> None:
+    handed = os.environ.get(ENVIRONMENT)
+    record: Any = {"env_id": None, "drift": [], "note": "started without the launcher, compared with no lock"}
+    if handed is not None:
+        record = _read(Path(handed))
+        if record is None:
+            raise Failure(Exit.INPUT, f"{ENVIRONMENT} names `{handed}`, which does not exist")
+    write_json(folder / "environment.json", record)
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], place: str = "") -> Iterator[str]:
+    for key in sorted({*before, *now}):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{place}{key}.")
+        elif old != new:
+            yield f"{place}{key}: was {json.dumps(old)}, is {json.dumps(new)}"
