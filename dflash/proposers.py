@@ -1,0 +1,87 @@
+"""Who proposes tokens to `dflash.decode.speculate`: a drafter, or prompt lookup, the yardstick without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dflash.decode import NOTHING
+from dflash.model import Drafter
+
+LONGEST = 3
+"""Tokens of the longest suffix that prompt lookup looks for."""
+
+
+class Drafting:
+    """A DFlash drafter: one pass fills a block, from the features of all verified tokens (DFlash, section 4.1).
+
+    The context's keys and values are computed once for each verified token and kept; the block's own are not.
+    """
+
+    def __init__(self, drafter: Drafter, model: PreTrainedModel, block: int, *, blank: bool = False) -> None:
+        """`blank` replaces the target's features by zeros, which shows how much the drafter owes to them."""
+        self.taps = drafter.sizes.target_layer_ids
+        self.block = block
+        self._drafter = drafter
+        self._blank = blank
+        target: Any = model
+        self._table: Tensor = target.get_input_embeddings().weight
+        self._head: Tensor = target.get_output_embeddings().weight
+        self._masks = [drafter.sizes.mask_token_id] * (block - 1)
+        self._contexts: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], fresh: Sequence[Tensor]) -> Tensor:
+        """Greedy proposals (R, B - 1) int64, a row at a time: rows differ in length and the drafter has no mask."""
+        hidden = [self._draft(row, text, new) for row, text, new in zip(rows, tokens, fresh, strict=True)]
+        return F.linear(torch.cat(hidden), self._head).argmax(-1)
+
+    def _draft(self, row: int, text: Sequence[int], features: Tensor) -> Tensor:
+        """Append features (n, K*H) to a row's context and fill its next block: hidden states (1, B - 1, H)."""
+        device = self._table.device
+        anchor, known = len(text) - 1, features.shape[0]
+        places = torch.arange(anchor - known, anchor + self.block, device=device).unsqueeze(0)
+        features = (torch.zeros_like(features) if self._blank else features).unsqueeze(0)
+        context = self._drafter.context(features, places[:, :known])
+        if row in self._contexts:
+            pairs = zip(self._contexts[row], context, strict=True)
+            context = [(torch.cat((k, new_k), 2), torch.cat((v, new_v), 2)) for (k, v), (new_k, new_v) in pairs]
+        self._contexts[row] = context
+        block = torch.tensor([[text[-1], *self._masks]], device=device)
+        return self._drafter.draft(F.embedding(block, self._table), places[:, known:], context)[:, 1:]
+
+
+class PromptLookup:
+    """n-gram drafting: the longest suffix, 3 tokens at most, that occurred before, and what followed it last time.
+
+    Where what followed runs into the end of the text it goes on with the proposal itself, as LZ77 copies, so that a
+    text with a period is continued in full: the strongest form of this yardstick.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, model: PreTrainedModel, block: int) -> None:
+        self.block = block
+        self._device = model.device
+
+    def __call__(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], fresh: Sequence[Tensor]) -> Tensor:
+        """Proposals (R, B - 1) int64, NOTHING throughout a row whose last token never occurred before."""
+        del rows, fresh
+        return torch.tensor([follow(text, self.block - 1) for text in tokens], device=self._device)
+
+
+def follow(text: Sequence[int], count: int) -> list[int]:
+    """What prompt lookup proposes after a text: `count` tokens, all NOTHING where its last token is new."""
+    for length in range(min(LONGEST, len(text) - 1), 0, -1):
+        suffix = list(text[-length:])
+        for start in range(len(text) - length - 1, -1, -1):
+            if list(text[start : start + length]) == suffix:
+                copied = list(text)
+                for place in range(start + length, start + length + count):
+                    copied.append(copied[place])
+                return copied[len(text) :]
+    return [NOTHING] * count
