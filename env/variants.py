@@ -1,4 +1,4 @@
-"""The matrix of torch, CUDA and Python as records; `variants.toml` beside this file is the only place where it stands."""
+"""The matrix of torch, CUDA and Python as records; `variants.toml` beside this file is where it stands."""
 
 from __future__ import annotations
 

@@ -1,0 +1,38 @@
+"""`python -m env COMMAND`: what the noxfile's sessions run. A command's module is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from env.errors import Exit, Failure, report
+
+COMMANDS = {
+    "launch": "env.launch:main",
+    "tests": "env.checks:tests",
+    "lint": "env.checks:lint",
+    "typecheck": "env.checks:typecheck",
+    "lock": "env.lock:main",
+    "drift": "env.drift:main",
+    "doctor": "env.doctor:main",
+}
+"""Each command's `module:function`, which takes the remaining arguments and returns an exit code."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; every `Failure` becomes a sentence and its exit code."""
+    if not argv or argv[0] not in COMMANDS:
+        asked = f"`{argv[0]}` is no command" if argv else "no command is given"
+        return report(Failure(Exit.USAGE, asked, details=[f"commands: {', '.join(COMMANDS)}"]))
+    module, _, function = COMMANDS[argv[0]].partition(":")
+    try:
+        return int(getattr(importlib.import_module(module), function)(list(argv[1:])))
+    except Failure as failure:
+        return report(failure)
+    except KeyboardInterrupt:
+        return int(Exit.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
