@@ -38,10 +38,7 @@ def save(
                 warnings.simplefilter("ignore")
                 save_state({"model": weights, "optimizer": moments}, checkpoint_id=beside, no_dist=True)
         except CheckpointException as error:
-            for cause, _ in error.failures.values():
-                if isinstance(cause, OSError):
-                    raise cause from error
-            raise
+            raise _behind(error) from error
         files = {
             file.name: {"size": file.stat().st_size, "sha256": storage.sha256(file)}
             for file in sorted(beside.iterdir())
@@ -75,6 +72,17 @@ def steps(folder: Path) -> list[int]:
     """Steps that have a checkpoint, oldest first."""
     found = (re.fullmatch(r"step-(\d{8})", path.name) for path in folder.glob("step-*"))
     return sorted(int(match[1]) for match in found if match)
+
+
+def _behind(error: CheckpointException) -> BaseException:
+    """The disk's own error where there is one: torch's archive writer reports a full disk as a wrong position."""
+    causes = [cause for cause, _ in error.failures.values()]
+    while causes:
+        cause: BaseException = causes.pop()
+        if isinstance(cause, OSError):
+            return cause
+        causes += [deeper for deeper in (cause.__cause__, cause.__context__) if deeper is not None]
+    return error
 
 
 def _name(step: int) -> str:

@@ -22,6 +22,7 @@ def refusal(error: OSError, doing: str, path: Path) -> Failure:
         errno.EACCES: "no permission to write there",
         errno.EPERM: "no permission to write there",
         errno.ENOTDIR: "a part of the path is a file",
+        errno.EEXIST: "a part of the path is a file",
     }
     reason = reasons.get(error.errno or 0, error.strerror or str(error))
     hints = {

@@ -1,0 +1,89 @@
+"""The command line of training: arguments in, a run out, an exit code for the shell.
+
+torch is imported only once the arguments are known to be right: a wrong flag should not take four seconds to be told.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+from dflash.stopping import Stopped
+from env.errors import Exit, Failure, report
+
+EXAMPLES = """
+Examples:
+
+  nox -s train                                      the small preset, on this machine, in a few minutes
+
+  nox -s train -- --seed 1 --run runs/second        another seed, in a folder of your choice
+
+  nox -s train -- --config mine.toml                your own; `preset = "tiny"` in it names what it changes
+
+  nox -s train -- --target runs/tiny-seed0/target   a target that is already there: a folder or a hub name
+
+  nox -s train -- --text ~/notes                    another text: a UTF-8 file or a folder of them
+
+A run that was stopped goes on where it was when the same command is given again.
+"""
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train DFlash drafters.",
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keep `train` a command of its own while it is the only one."""
+
+
+@app.command(epilog=EXAMPLES)
+def train(
+    config: Annotated[str, typer.Option(help="Preset (tiny, qwen3-4b, qwen3-8b) or a TOML file.")] = "tiny",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")] = 0,
+    run: Annotated[
+        Path | None, typer.Option(help="Folder of the run. [default: in runs/, an unfinished or new one]")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="Target: folder or hub name. [default: train a small one]")] = None,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 file or folder of them. [default: the shipped text]")] = None,
+) -> None:
+    """Train a drafter for a target, decode with it speculatively, and export it."""
+    from dflash import config as configs
+
+    settings = configs.load(config)
+    from dflash.pipeline import Request, follow
+
+    name = Path(config).stem
+    follow(Request(settings=settings, name=f"{name}-seed{seed}", seed=seed, run=run, target=target, text=text))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command and return its exit code; whatever a user can mend is one sentence, not a traceback."""
+    try:
+        code = typer.main.get_command(app).main(list(argv), prog_name="dflash", standalone_mode=False)
+    except Failure as failure:
+        return report(failure)
+    except Stopped as stopped:
+        print(f"stopped: {stopped.where}", file=sys.stderr)
+        print("hint: the same command goes on from there", file=sys.stderr, flush=True)
+        return int(stopped.code)
+    except click.ClickException as error:
+        return report(Failure(Exit.USAGE, error.format_message(), hint="`nox -s train -- --help` lists what there is"))
+    except (click.Abort, KeyboardInterrupt):
+        return int(Exit.INTERRUPTED)
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
+            place = f" in `{error.filename}`" if error.filename else ""
+            return report(Failure(Exit.STORAGE, f"cannot write{place}: {error.strerror}"))
+        raise
+    return int(code or 0)
