@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from env import variants
+from env import bootstrap, variants
 from env.bootstrap import python_version
 from env.building import HINTS, beside, exclusively, run, say
 from env.errors import Exit, Failure
@@ -86,8 +86,9 @@ def _make(place: Path, variant: str | None, extra: Sequence[str], python: str | 
         _check_room(place.parent, matrix.variant(variant))
     locks = _locks(variant, extra)
     say(f"making the environment {place.name} from {', '.join(f'requirements/{lock.name}' for lock in locks)}")
-    environ = index.uv_environment(os.environ, index.pip_settings())
-    uv = str(Path(sys.executable).with_name("uv"))
+    tools = bootstrap.ensure_tools()
+    uv = str(tools.with_name("uv"))
+    environ = index.uv_environment(os.environ, index.pip_settings(tools))
     execute = functools.partial(run, environ=environ, keep=[guard])
     with beside(place) as building:
         # Relocatable, because it is built under another name than it will have.

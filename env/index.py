@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from env.bootstrap import pip_environment
 
@@ -59,16 +59,16 @@ def uv_environment(
     return result
 
 
-def pip_settings() -> dict[str, str]:
-    """What pip goes by here: its variables, then its `install` and `global` configuration; {} where pip cannot say."""
+def pip_settings(python: Path) -> dict[str, str]:
+    """What that Python's pip goes by here: its variables, then its `install` and `global` configuration."""
     asked = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"],
+        [python, "-m", "pip", "config", "list"],
         env=pip_environment(os.environ),
         capture_output=True,
         text=True,
-        check=False,
+        check=True,
     )
-    return read_settings(asked.stdout) if asked.returncode == 0 else {}
+    return read_settings(asked.stdout)
 
 
 def read_settings(listing: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ matrix's. And a lock can be merged or edited into what no resolver would write.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -84,12 +85,15 @@ def lint_together(pins: Sequence[Pin], others: Sequence[Pin], names: tuple[str, 
     return sorted(complaints)
 
 
+_marker = functools.cache(Marker)  # a lock has hundreds of lines and a dozen different markers
+
+
 def _hashed(pin: Pin) -> bool:
     return bool(pin.hashes) and all(digest.startswith("sha256:") for digest in pin.hashes)
 
 
 def _applies(pin: Pin, markers: Mapping[str, str]) -> bool:
-    return not pin.marker or Marker(pin.marker).evaluate(dict(markers))
+    return not pin.marker or _marker(pin.marker).evaluate(dict(markers))
 
 
 def chosen(pins: Sequence[Pin], markers: Mapping[str, str]) -> dict[str, Pin]:
@@ -142,11 +146,11 @@ def _cuda(here: Mapping[str, Pin], requires: Requires, markers: Mapping[str, str
     """
     wanted = _wanted(requires, markers)
     major = variant.cuda.partition(".")[0]
-    brought = {name for name in here if name in wanted or name == "triton"}
-    while more := {name for name in here if name not in brought and brought & set(here[name].via)}:
-        brought |= {name for name in more if CUDA.match(name)}
-        if not any(CUDA.match(name) for name in more):
-            break
+    brought = {name for name in wanted if CUDA.match(name)}
+    while more := {
+        name for name in here if CUDA.match(name) and name not in brought and brought.intersection(here[name].via)
+    }:
+        brought |= more
     for name in here:
         suffix = re.search(r"-cu([0-9]+)$", name)
         if suffix and suffix[1] != major:

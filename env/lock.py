@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from env import index, lint, variants
-from env.bootstrap import pip_environment, python_version
+from env import bootstrap, index, lint, variants
 from env.building import run, say
 from env.drift import Pin, normalise, read_lock
 from env.errors import Exit, Failure, report
@@ -138,8 +137,9 @@ def _resolve(work: Path, name: str, matrix: Matrix, seeds: Sequence[Pin], packag
     lock.write_text("".join(map(_render, seeds)), encoding="utf-8")
     options = ["--quiet", "--universal", "--generate-hashes", "--no-build", "--no-header"]
     options += ["--python-version", matrix.python[0], *(f"--upgrade-package={package}" for package in packages)]
-    command = [str(Path(sys.executable).with_name("uv")), "pip", "compile", *options, f"{name}.in", "-o", lock.name]
-    run(command, index.uv_environment(os.environ, index.pip_settings(), only_main_index=True), cwd=work)
+    tools = bootstrap.ensure_tools()
+    environ = index.uv_environment(os.environ, index.pip_settings(tools), only_main_index=True)
+    run([str(tools.with_name("uv")), "pip", "compile", *options, f"{name}.in", "-o", lock.name], environ, cwd=work)
     pins = read_lock(lock)
     requires = _requires(pins) if name in matrix.variants else {}
     complaints = _lint(work, name, requires, matrix)
@@ -157,10 +157,18 @@ def _requires(pins: Sequence[Pin]) -> dict[str, list[str]]:
     wanted = [f"{pin.name}=={pin.version}" for pin in pins if pin.name in {"torch", *DELEGATES}]
     with tempfile.TemporaryDirectory(prefix="dflash-lock-") as scratch:
         report_file = Path(scratch) / "report.json"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed"]
+        command = [
+            str(bootstrap.ensure_tools()),
+            "-m",
+            "pip",
+            "install",
+            "--dry-run",
+            "--no-deps",
+            "--ignore-installed",
+        ]
         command += ["--only-binary", ":all:", "--platform", "manylinux_2_28_x86_64", "--python-version", "3.11"]
         command += ["--target", scratch, "--report", str(report_file), *wanted]
-        run(command, pip_environment(os.environ))
+        run(command, bootstrap.pip_environment(os.environ), show=False)
         installs = json.loads(report_file.read_text(encoding="utf-8"))["install"]
     found = {normalise(each["metadata"]["name"]): each["metadata"].get("requires_dist", []) for each in installs}
     return {name: [text for text in found[name] if "extra ==" not in text or name != "torch"] for name in sorted(found)}
@@ -343,7 +351,7 @@ def _is_here(markers: Mapping[str, str]) -> bool:
     return (
         sys.platform == "linux"
         and markers["platform_machine"] == platform.machine()
-        and markers["python_version"] == python_version()
+        and markers["python_version"] == bootstrap.python_version()
     )
 
 
@@ -353,14 +361,16 @@ def _resolve_with_pip_tools(folder: Path, name: str, mine: Mapping[str, str], ma
         work = _workplace(Path(scratch), folder, matrix)
         constraints = work / "constraints.txt"
         constraints.write_text("".join(f"{one}=={version}\n" for one, version in mine.items()), encoding="utf-8")
-        command = [sys.executable, "-m", "piptools", "compile", "--quiet", "--no-header", "--no-annotate"]
+        command = [str(bootstrap.ensure_tools()), "-m", "piptools", "compile", "--no-header", "--no-annotate"]
         command += ["--allow-unsafe", "--strip-extras", "--pip-args", "--only-binary :all:"]
         command += ["-c", constraints.name, "-o", "theirs.txt", f"{name}.in"]
         try:
-            run(command, pip_environment(os.environ), cwd=work)
+            run(command, bootstrap.pip_environment(os.environ), cwd=work, show=False)
         except Failure as failure:
             if failure.code != Exit.LOCK:
                 raise
             raise Failure(Exit.LOCK, f"pip-tools does not accept the set of {name}", details=failure.details) from None
         lines = _requirements(work / "theirs.txt")
-    return {normalise(one): version for one, _, version in (line.partition("==") for line in lines)}
+    # It also writes down the options and settings that it ran with.
+    pins = [line.partition("==") for line in lines if not line.startswith("-")]
+    return {normalise(name): version for name, _, version in pins}
