@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
+from dflash.target import decoder_layers
 from env.errors import Exit, Failure
 
 NOTHING = -1
@@ -277,8 +278,7 @@ def _tapped(model: PreTrainedModel, layer_ids: Sequence[int]) -> Iterator[Callab
 
         return hook
 
-    inner: Any = model
-    layers = inner.get_decoder().layers
+    layers = decoder_layers(model)
     handles = [layers[layer_id].register_forward_hook(keep(layer_id)) for layer_id in layer_ids]
 
     def latest(row: int, start: int, end: int) -> Tensor:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dflash.decode import NOTHING
@@ -30,29 +29,31 @@ class Drafting:
         self._drafter = drafter
         self._blank = blank
         target: Any = model
-        self._table: Tensor = target.get_input_embeddings().weight
-        self._head: Tensor = target.get_output_embeddings().weight
+        # called rather than read: some targets scale what they look up
+        self._embed: nn.Module = target.get_input_embeddings()
+        self._head: nn.Module = target.get_output_embeddings()
+        self._device = model.device
         self._masks = [drafter.sizes.mask_token_id] * (block - 1)
         self._contexts: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], fresh: Sequence[Tensor]) -> Tensor:
         """Greedy proposals (R, B - 1) int64, a row at a time: rows differ in length and the drafter has no mask."""
         hidden = [self._draft(row, text, new) for row, text, new in zip(rows, tokens, fresh, strict=True)]
-        return F.linear(torch.cat(hidden), self._head).argmax(-1)
+        logits: Tensor = self._head(torch.cat(hidden))
+        return logits.argmax(-1)
 
     def _draft(self, row: int, text: Sequence[int], features: Tensor) -> Tensor:
         """Append features (n, K*H) to a row's context and fill its next block: hidden states (1, B - 1, H)."""
-        device = self._table.device
         anchor, known = len(text) - 1, features.shape[0]
-        places = torch.arange(anchor - known, anchor + self.block, device=device).unsqueeze(0)
+        places = torch.arange(anchor - known, anchor + self.block, device=self._device).unsqueeze(0)
         features = (torch.zeros_like(features) if self._blank else features).unsqueeze(0)
         context = self._drafter.context(features, places[:, :known])
         if row in self._contexts:
             pairs = zip(self._contexts[row], context, strict=True)
             context = [(torch.cat((k, new_k), 2), torch.cat((v, new_v), 2)) for (k, v), (new_k, new_v) in pairs]
         self._contexts[row] = context
-        block = torch.tensor([[text[-1], *self._masks]], device=device)
-        return self._drafter.draft(F.embedding(block, self._table), places[:, known:], context)[:, 1:]
+        block = torch.tensor([[text[-1], *self._masks]], device=self._device)
+        return self._drafter.draft(self._embed(block), places[:, known:], context)[:, 1:]
 
 
 class PromptLookup:

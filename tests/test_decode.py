@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -52,6 +52,15 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small gain nothing from threads, and lose much to them on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def random_model(kind: str = "qwen3") -> PreTrainedModel:
