@@ -139,7 +139,7 @@ def test_only_the_checks_that_are_asked_for_are_made() -> None:
 EXAMPLE = [
     ("driver", Finding(Severity.OK, "driver 580; cu130 needs 580 or newer", ("read from /sys",))),
     (
-        "card memory",
+        "card-memory",
         Finding(Severity.ERROR, "first, " + "too small " * 12, ("drafter 18.9 GB",), "train on a larger card " * 5),
     ),
     ("clock", Finding(Severity.WARNING, "late")),
@@ -175,6 +175,12 @@ def test_escape_sequences_and_line_ends_in_facts_do_not_reach_the_terminal() -> 
     assert "\033" not in text
     assert "\r" not in text
     assert "a [2Jb c" in text
+
+
+def test_a_command_is_not_broken_over_lines() -> None:
+    finding = Finding(Severity.NOTE, "m", remedy="one of many words, or `a command of several words`, or another way")
+    for width in range(50, 90):
+        assert "`a command of several words`" in as_text(plan(), [("x", finding)], width=width)
 
 
 def test_columns_of_the_gates_details_stay_aligned() -> None:

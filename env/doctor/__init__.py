@@ -54,7 +54,7 @@ CHECKS = (
     Check("driver", driver.judge),
     Check("capability", capability.judge),
     Check("cuda", cuda.judge),
-    Check("card memory", card_memory.judge),
+    Check("card-memory", card_memory.judge),
     Check("containers", toolkit.judge),
     Check("compiler", compiler.judge),
     Check("user", user.judge),

@@ -62,8 +62,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--containers", action="store_true", help="containers with GPUs shall be started here: judge that too"
     )
+    names = [check.name for check in CHECKS]
     parser.add_argument(
-        "--only", action="append", choices=[check.name for check in CHECKS], help="one check; may be repeated"
+        "--only",
+        action="append",
+        choices=names,
+        metavar="CHECK",
+        help=f"make one check only; may be repeated: {', '.join(names)}",
     )
     parser.add_argument("--full", action="store_true", help="show the evidence of what is fine, too")
     parser.add_argument("--json", action="store_true", help="print JSON: findings, and the facts they were judged by")

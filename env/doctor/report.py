@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,9 @@ from env.doctor.plan import Plan
 
 SCHEMA = 1
 """Of the JSON; raised when a field is taken away or changes its meaning, not when one is added."""
+
+HARD = "\0"
+"""Stands for a blank at which no line is broken; no text that is printed holds it."""
 
 COLOURS = {
     Severity.OK: "32",
@@ -81,7 +85,10 @@ def _wrapped(text: str, margin: int, width: int | None) -> list[str]:
     flat = "".join(letter if letter.isprintable() else " " for letter in text).strip()
     if width is None:
         return [flat]
-    return textwrap.wrap(flat, max(30, width - margin), break_long_words=False, break_on_hyphens=False) or [""]
+    # A command is to be copied: it stays on one line where it fits on one.
+    whole = re.sub(r"`[^`]*`", lambda command: command[0].replace(" ", HARD), flat)
+    lines = textwrap.wrap(whole, max(30, width - margin), break_long_words=False, break_on_hyphens=False)
+    return [line.replace(HARD, " ") for line in lines] or [""]
 
 
 def as_json(plan: Plan, findings: Sequence[tuple[str, Finding]], host: Host) -> str:

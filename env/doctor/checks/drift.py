@@ -23,7 +23,7 @@ def judge(host: Host, plan: Plan) -> Finding | None:
             f"the environment of {name} has not been made yet",
             remedy=f"`nox -s train -- --variant {name}` makes it",
         )
-    if found.drift is not None:
+    if found.drift:
         return Finding(Severity.ERROR, found.drift, found.packages, remedy=found.mend, code=Exit.DRIFT)
     if not found.compared:
         return Finding(

@@ -20,7 +20,7 @@ def judge(host: Host, _plan: Plan) -> Finding | None:
     assert usable is not None
     vector = [flag for flag in (host.system.flags if host.system else ()) if flag.startswith(("avx", "amx", "sve"))]
     details = (f"vector instructions: {' '.join(vector)}",) if vector else ()
-    if found.quota is not None and found.quota < usable - 0.5:
+    if found.quota is not None and 0 < found.quota < usable - 0.5:
         threads = max(1, int(found.quota))
         return Finding(
             Severity.WARNING,
