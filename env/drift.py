@@ -20,18 +20,15 @@ from __future__ import annotations
 
 import argparse
 import ast
-import base64
 import contextlib
-import csv
-import hashlib
+import functools
 import json
+import operator
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -138,7 +135,7 @@ def _read_pin(statement: str, place: str) -> Pin:
     if match is None or not hashes:
         what = "has no hash" if match else "is not `name==version` with hashes"
         raise Failure(
-            Exit.LOCK, f"{place} {what}", details=[_cut(statement, 100)], hint="`nox -s lock` writes the lock anew"
+            Exit.LOCK, f"{place} {what}", details=[_public(statement)], hint="`nox -s lock` writes the lock anew"
         )
     name, version, marker = match.groups()
     return Pin(normalise(name), version, marker or "", tuple(sorted(set(hashes))), ())
@@ -297,6 +294,8 @@ class Interpreter:
     """`cp311`: what compiled wheels are built for."""
     user_site: Path | None
     """The user's own packages, where this Python would look at them."""
+    system_site: bool
+    """Whether a virtual environment lets the packages of its base in."""
     problem: str
     """Why it cannot run, as one clause; empty when it can."""
 
@@ -328,7 +327,7 @@ def interpreter(python: Path) -> Interpreter:
     prefix = python.parent.parent
     settings = _pyvenv(prefix)
     system_site = settings.get("include-system-site-packages", "false").lower() == "true"
-    answer, problem = _ask_python(python, sites=not settings or system_site)
+    answer, problem = _ask_python(python, sites=not settings)
     if answer is None:
         answer = _guess(prefix, settings)
     markers, flags, others, user = answer
@@ -344,7 +343,8 @@ def interpreter(python: Path) -> Interpreter:
         sites=tuple(sites),
         markers=markers,
         abi=f"cp{version.replace('.', '')}{flags}",
-        user_site=Path(user) if user and (system_site or not settings) else None,
+        user_site=Path(user) if user else None,
+        system_site=bool(settings) and system_site,
         problem=problem,
     )
 
@@ -408,8 +408,8 @@ def _guess(prefix: Path, settings: Mapping[str, str]) -> _Answer:
 
 # --------------------------------------------------------------------------------------------------- what is installed
 
-_Stat = tuple[int, int]
-"""Size and time stamp, in nanoseconds."""
+_Stat = list[int]
+"""Size and time stamp in nanoseconds; a list, as JSON has it, so that thousands compare without being converted."""
 
 
 @dataclass(frozen=True)
@@ -423,6 +423,11 @@ class Installed:
     problem: str
     """What is wrong with its metadata, as one clause; empty when nothing is."""
     requires: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """Name and version."""
+        return f"{self.name} {self.version}"
 
 
 def _walk(sites: Sequence[Path]) -> dict[str, _Stat]:
@@ -451,7 +456,7 @@ def _walk(sites: Sequence[Path]) -> dict[str, _Stat]:
                                 pending.append(entry.path)
                         elif not entry.name.startswith(".nfs"):
                             stat = entry.stat()
-                            files[entry.path[cut:]] = (stat.st_size, stat.st_mtime_ns)
+                            files[entry.path[cut:]] = [stat.st_size, stat.st_mtime_ns]
                     except OSError:
                         continue  # a dangling link: missing, as far as an import is concerned
     return files
@@ -461,7 +466,7 @@ def _installed(sites: Sequence[Path]) -> list[Installed]:
     """Every package that has metadata, also metadata in a sorry state."""
     found: list[Installed] = []
     for number, site in enumerate(sites):
-        for entry in sorted(path.name for path in site.iterdir()):
+        for entry in sorted(_names(site)):
             info = entry if number == 0 else str(site / entry)
             if entry.endswith(".dist-info"):
                 found.append(_read_info(site / entry, info))
@@ -510,6 +515,8 @@ class _Entry:
 
 def _record(site: Path, info: str) -> dict[str, _Entry] | None:
     """A package's files as its RECORD lists them, without bytecode; None when there is none that can be read."""
+    import csv
+
     entries: dict[str, _Entry] = {}
     home = (site / info).parent
     try:
@@ -532,6 +539,8 @@ def _bookkeeping(path: str) -> bool:
 
 def _payload(entries: Mapping[str, _Entry]) -> str:
     """A digest of what a wheel brought, whoever unpacked it: not of console scripts, which hold the prefix."""
+    import hashlib
+
     lines = sorted(
         f"{path},{entry.sha256},{entry.size}"
         for path, entry in entries.items()
@@ -565,6 +574,9 @@ def torch_build(site: Path) -> dict[str, str]:
 
 def _digest(path: Path) -> str:
     """Hash of a file as RECORD spells it; empty when it cannot be read."""
+    import base64
+    import hashlib
+
     try:
         with path.open("rb") as file:
             raw = hashlib.file_digest(file, "sha256").digest()
@@ -575,6 +587,10 @@ def _digest(path: Path) -> str:
 
 def _wrong(root: Path, wanted: Mapping[str, str]) -> list[str]:
     """Those files whose hash is not the wanted one; hashing leaves Python, so threads help."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    if not wanted:
+        return []
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         digests = pool.map(_digest, [root / path for path in wanted])
         return sorted(path for (path, sha256), digest in zip(wanted.items(), digests, strict=True) if sha256 != digest)
@@ -596,8 +612,10 @@ class _Stamp(TypedDict):
     python: str
     torch: dict[str, str]
     packages: dict[str, _Package]
-    files: dict[str, dict[str, list[int]]]
+    files: dict[str, dict[str, _Stat]]
     """Size and time stamp of each file, by package; under "" those of no package."""
+    scripts: dict[str, dict[str, _Stat]]
+    """The same for what packages put beside the folder of packages: console scripts, manual pages."""
     loose: dict[str, str]
     """Hashes of files that no RECORD hashes."""
 
@@ -623,6 +641,7 @@ def stamp(python: Path, lock: Path | Sequence[Path] | None = None, *, hashes: bo
         torch=torch_build(site),
         packages={},
         files={},
+        scripts={},
         loose={},
     )
     wanted: dict[str, str] = {}
@@ -633,19 +652,19 @@ def stamp(python: Path, lock: Path | Sequence[Path] | None = None, *, hashes: bo
         result["packages"][package.name] = _Package(
             version=package.version, tags=list(_tags(site, package.info)), payload=_payload(record), hashes=allowed
         )
-        mine = result["files"].setdefault(package.name, {})
         for path, entry in record.items():
-            now = _stat(site, path, tree)
-            if now is None or (now[0] != entry.size >= 0 and not path.startswith("..")):
+            outside = path.startswith("..")
+            now = _stat(site, path) if outside else tree.get(path)
+            if now is None or (now[0] != entry.size >= 0 and not outside):
                 wrong.append(path)
                 continue
-            mine[path] = list(now)
-            if entry.sha256 and not path.startswith(".."):
+            result["scripts" if outside else "files"].setdefault(package.name, {})[path] = now
+            if entry.sha256 and not outside:
                 wanted[path] = entry.sha256
             elif not _bookkeeping(path):
                 result["loose"][path] = _digest(site / path)
     known = {path for files in result["files"].values() for path in files}
-    result["files"][""] = {path: list(now) for path, now in tree.items() if path not in known}
+    result["files"][""] = {path: now for path, now in tree.items() if path not in known}
     result["loose"].update({path: _digest(site / path) for path in result["files"][""]})
     if hashes:
         wrong += _wrong(site, wanted)
@@ -660,16 +679,21 @@ def stamp(python: Path, lock: Path | Sequence[Path] | None = None, *, hashes: bo
     return who.prefix / STAMP
 
 
-def restamp(python: Path, lock: Path | Sequence[Path]) -> tuple[Drift, ...]:
+def restamp(
+    python: Path,
+    lock: Path | Sequence[Path],
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[Drift, ...]:
     """`compare`, and where nothing drifted although time stamps moved, note the new ones for a quick next time.
 
     Time stamps move when an environment is copied. A prefix that cannot be written is no error: comparing is slow then.
     """
-    found = _examine(python, lock, hashes=False, environ=os.environ)
+    found = _examine(python, lock, hashes=False, environ=os.environ if environ is None else environ)
     old = _read_stamp(found.who.prefix)
     if found.moved and not found.drifts and old is not None:
-        for files in old["files"].values():
-            files.update({path: list(now) for path in files if (now := found.moved.get(path)) is not None})
+        for files in (*old["files"].values(), *old["scripts"].values()):
+            files.update({path: now for path in files if (now := found.moved.get(path)) is not None})
         with contextlib.suppress(Failure):
             _write(found.who.prefix / STAMP, json.dumps(old, separators=(",", ":"), sort_keys=True))
     return found.drifts
@@ -679,13 +703,16 @@ def _read_stamp(prefix: Path) -> _Stamp | None:
     """The stamp, or None where there is none that this file understands."""
     try:
         found: _Stamp = json.loads((prefix / STAMP).read_bytes())
-        return found if found["format"] == FORMAT else None
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError):
         return None
+    whole = isinstance(found, dict) and found.keys() == _Stamp.__annotations__.keys() and found["format"] == FORMAT
+    return found if whole else None
 
 
 def _write(path: Path, text: str) -> None:
     """Whole or not at all."""
+    import tempfile
+
     try:
         descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
@@ -700,15 +727,13 @@ def _write(path: Path, text: str) -> None:
         raise Failure(Exit.DRIFT, f"`{path}` cannot be written: {_reason(error)}") from error
 
 
-def _stat(site: Path, path: str, tree: Mapping[str, _Stat]) -> _Stat | None:
-    """From the walk; console scripts and manual pages lie outside of it."""
-    if not path.startswith(".."):
-        return tree.get(path)
+def _stat(site: Path, path: str) -> _Stat | None:
+    """Of what lies outside of the walk; None: it is missing."""
     try:
         stat = (site / path).stat()
     except OSError:
         return None
-    return stat.st_size, stat.st_mtime_ns
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 # ------------------------------------------------------------------------------------------------------ the comparison
@@ -759,6 +784,17 @@ class _Scene:
     cuda: str
     """CUDA of the locked runtime, as `torch.version.cuda` has it; empty: none is locked."""
     torch: Mapping[str, str]
+    hashes: bool
+    """Whether to hash everything."""
+
+    @functools.cached_property
+    def askers(self) -> dict[str, list[Installed]]:
+        """Which installed packages require each one; only refusals ask."""
+        return _askers([package for there in self.dists.values() for package in there], self.who.markers)
+
+    def foreign(self, package: Installed) -> bool:
+        """Whether the lock does not have it, or not in that version."""
+        return package.name not in self.pins or not same_version(package.version, self.pins[package.name].version)
 
     def locked(self, name: str) -> str:
         """The locked version, torch's with the CUDA that the lock's runtime stands for."""
@@ -800,6 +836,10 @@ def _examine(python: Path, lock: Path | Sequence[Path], *, hashes: bool, environ
     who = interpreter(python)
     pins = resolve(_pins(lock), who.markers)
     broken = [Drift("python", who.markers["python_version"], "", why=who.problem)] if who.problem else []
+    if who.system_site:
+        broken.append(
+            Drift("pyvenv.cfg", "", "include-system-site-packages = true", "the system's packages are let in")
+        )
     if not who.sites:
         return _Found(who, (*broken, Drift("site-packages", f"{len(pins)} packages", "", why=_no_site(who))))
     dists: dict[str, list[Installed]] = {}
@@ -814,13 +854,19 @@ def _examine(python: Path, lock: Path | Sequence[Path], *, hashes: bool, environ
         stamp=_read_stamp(who.prefix),
         cuda=_cuda(pins),
         torch=torch_build(who.sites[0]),
+        hashes=hashes,
     )
     packages = [drift for name in sorted({*pins, *dists}) if (drift := _package(scene, name)) is not None]
     # Files of a package that is another one altogether tell nothing more.
-    files, moved = _files(scene, {drift.name for drift in packages}, hashes=hashes)
-    order = sorted(packages, key=lambda d: (d.name != "torch", not (d.locked and d.found), not d.found, d.name))
-    drifts = (*broken, *order, *files, *_outside(scene, environ))
+    files, moved = _files(scene, {drift.name for drift in packages})
+    drifts = (*broken, *sorted(packages, key=functools.partial(_rank, scene)), *files, *_outside(scene, environ))
     return _Found(who, drifts, moved, len(pins), len(scene.tree))
+
+
+def _rank(scene: _Scene, drift: Drift) -> tuple[object, ...]:
+    """Torch first, then other versions, then what came in (what was asked for before its company), gaps."""
+    companion = bool(scene.askers.get(drift.name))
+    return drift.name != "torch", not (drift.locked and drift.found), not drift.found, companion, drift.name
 
 
 def _no_site(who: Interpreter) -> str:
@@ -850,9 +896,7 @@ def _package(scene: _Scene, name: str) -> Drift | None:
     if len(there) > 1:
         return Drift(name, locked, found, why=f"it has {len(there)} sets of metadata", origin=_origin(scene, there[-1]))
     package = there[0]
-    if name not in scene.pins:
-        return Drift(name, "", found, why=package.problem, origin=_origin(scene, package))
-    if not same_version(package.version, scene.pins[name].version):
+    if scene.foreign(package):
         return Drift(name, locked, found, why=package.problem, origin=_origin(scene, package))
     why = package.problem or _other_build(scene, package)
     return Drift(name, locked, found, why=why, origin=_origin(scene, package)) if why else None
@@ -863,6 +907,9 @@ def _other_build(scene: _Scene, package: Installed) -> str:
     name = package.name
     if name == "torch" and (why := _other_torch(scene, package)):
         return why
+    path = f"{package.info}/RECORD"
+    if path not in scene.tree and package.info.endswith(".dist-info"):
+        return "its RECORD is missing"
     tags = _tags(scene.site, package.info)
     if scene.stamp is None:
         return _foreign(tags, scene.who.abi)
@@ -873,12 +920,11 @@ def _other_build(scene: _Scene, package: Installed) -> str:
         return "the lock now allows other files for this version than when it was installed"
     if list(tags) != noted["tags"]:
         return f"another build: {_cut(', '.join(tags) or 'no tags', 60)}, was {_cut(', '.join(noted['tags']), 60)}"
-    path = f"{package.info}/RECORD"
-    if list(scene.tree.get(path, ())) == scene.stamp["files"].get(name, {}).get(path):
+    if not scene.hashes and scene.tree.get(path) == scene.stamp["files"].get(name, {}).get(path):
         return ""
     record = _record(scene.site, package.info)
     if record is None:
-        return "its RECORD is missing" if path not in scene.tree else "its RECORD is garbled"
+        return "its RECORD is garbled"
     return "" if _payload(record) == noted["payload"] else "another build: its RECORD lists other files"
 
 
@@ -915,15 +961,19 @@ _HASHED = re.compile(r"^(torch|triton|nvidia-.*)$")
 _BY_VENV = ("_virtualenv.py", "_virtualenv.pth")
 
 
-def _expected(scene: _Scene, skip: set[str]) -> dict[str, tuple[str, int, int]]:
-    """Owner, size and time stamp (-1: not known) of each file that should be there."""
-    expected: dict[str, tuple[str, int, int]] = {}
-    if scene.stamp is not None:
-        for name, files in scene.stamp["files"].items():
-            if name not in skip and (not name or name in scene.dists):
-                expected.update({path: (name, size, when) for path, (size, when) in files.items()})
-        return expected
-    for name, packages in scene.dists.items():
+_Expected = tuple[str, int, int]
+"""Owner, size and time stamp; -1 is not known."""
+
+
+def _expected(scene: _Scene, skip: set[str]) -> dict[str, _Expected]:
+    """Every file that should be there and is worth a look: of stamped packages in which nothing moved, none is."""
+    expected: dict[str, _Expected] = {}
+    for name, files in (*scene.stamp["files"].items(), *scene.stamp["scripts"].items()) if scene.stamp else ():
+        present = name in scene.dists or not name
+        unmoved = all(map(operator.eq, map(scene.tree.get, files), files.values()))
+        if present and name not in skip and (scene.hashes or not unmoved):
+            expected.update({path: (name, size, when) for path, (size, when) in files.items()})
+    for name, packages in scene.dists.items() if scene.stamp is None else ():
         if name not in skip:
             for path, entry in (_record(scene.site, packages[0].info) or {}).items():
                 # Scripts hold the path of their interpreter: another size than RECORD's is right.
@@ -931,38 +981,36 @@ def _expected(scene: _Scene, skip: set[str]) -> dict[str, tuple[str, int, int]]:
     return expected
 
 
-def _files(scene: _Scene, skip: set[str], *, hashes: bool) -> tuple[list[Drift], dict[str, _Stat]]:
+def _files(scene: _Scene, skip: set[str]) -> tuple[list[Drift], dict[str, _Stat]]:
     """Files that are missing, edited, or there although nothing brought them; and those that only moved in time."""
-    expected = _expected(scene, skip)
     wrong: dict[str, dict[str, list[str]]] = {}
     doubtful: dict[str, _Stat] = {}
+    expected = _expected(scene, skip)
     for path, (name, size, when) in expected.items():
-        now = scene.tree.get(path)
-        if now is None and (now := _stat(scene.site, path, {})) is None:
+        now = _stat(scene.site, path) if path.startswith("..") else scene.tree.get(path)
+        if _bookkeeping(path):
+            continue  # whoever installs the same wheel again writes these anew
+        if now is None:
             wrong.setdefault(name, {}).setdefault("missing", []).append(path)
-        elif now == (size, when):
-            if hashes:
-                doubtful[path] = now
-        elif _bookkeeping(path):
-            continue
         elif now[0] != size >= 0:
             wrong.setdefault(name, {}).setdefault("edited", []).append(path)
-        elif hashes or not _as_good(when, now[1], name):
+        elif scene.hashes or not _as_good(when, now[1], name):
             doubtful[path] = now
     edited = _wrong(scene.site, _hashes(scene, {expected[path][0] for path in doubtful}, doubtful))
     for path in edited:
         wrong.setdefault(expected[path][0], {}).setdefault("edited", []).append(path)
-    moved = {path: now for path, now in doubtful.items() if path not in set(edited)}
-    for path, name in _added(scene, expected, skip):
-        wrong.setdefault(name, {}).setdefault("added", []).append(path)
-    return [_of_files(scene, name, kinds) for name, kinds in sorted(wrong.items())], moved
+        del doubtful[path]
+    if scene.stamp is None or wrong or skip or len(scene.tree) != sum(map(len, scene.stamp["files"].values())):
+        for path, name in _added(scene, skip):
+            wrong.setdefault(name, {}).setdefault("added", []).append(path)
+    return [_of_files(scene, name, kinds) for name, kinds in sorted(wrong.items())], doubtful
 
 
 def _as_good(noted: int, now: int, name: str) -> bool:
     """Whether a time stamp is as good as the noted one: archives, and so images, keep whole seconds only."""
     if noted < 0:
         return not _HASHED.match(name)
-    return now % 1_000_000_000 == 0 and now == noted // 1_000_000_000 * 1_000_000_000
+    return now in (noted, noted // 1_000_000_000 * 1_000_000_000)
 
 
 def _hashes(scene: _Scene, names: set[str], paths: Iterable[str]) -> dict[str, str]:
@@ -975,30 +1023,30 @@ def _hashes(scene: _Scene, names: set[str], paths: Iterable[str]) -> dict[str, s
     return {path: known[path] for path in paths if path in known}
 
 
-def _added(scene: _Scene, expected: Mapping[str, object], skip: set[str]) -> Iterator[tuple[str, str]]:
+def _added(scene: _Scene, skip: set[str]) -> Iterator[tuple[str, str]]:
     """Files that neither the stamp nor a RECORD knows, with the package among whose files they lie."""
-    fresh = [path for path in scene.tree if path not in expected and ".dist-info/" not in path]
-    if not fresh:
-        return
-    for name in {*skip, *scene.dists}:
+    owners: dict[str, str] = {}
+    for name, files in scene.stamp["files"].items() if scene.stamp else ():
+        owners.update(dict.fromkeys(files, name))
+    for name in scene.dists if scene.stamp is None else skip:
         for package in scene.dists.get(name, ()):
-            record = _record(scene.site, package.info) or {}
-            fresh = [path for path in fresh if path not in record and not path.startswith(f"{package.info}/")]
-    owners = {os.path.dirname(path): owner[0] for path, owner in expected.items() if isinstance(owner, tuple)}  # noqa: PTH120
-    gone = tuple(f"{name.replace('-', '_')}/" for name in skip)
+            owners.update(dict.fromkeys(_record(scene.site, package.info) or {}, name))
+    fresh = [path for path in scene.tree if path not in owners and ".dist-info/" not in path]
+    folders = {os.path.dirname(path): name for path, name in owners.items()} if fresh else {}  # noqa: PTH120
+    unclear = tuple(f"{name.replace('-', '_')}/" for name in skip)  # of a package without RECORD, more is not known
     for path in fresh:
         folder = os.path.dirname(path)  # noqa: PTH120
-        if not path.startswith(gone) and not (scene.stamp is None and path in _BY_VENV):
-            yield path, (owners.get(folder) or path.partition("/")[0]) if folder else path
+        if not path.startswith(unclear) and not (scene.stamp is None and path in _BY_VENV):
+            yield path, (folders.get(folder) or path.partition("/")[0]) if folder else path
 
 
 def _of_files(scene: _Scene, name: str, kinds: Mapping[str, list[str]]) -> Drift:
     """One line for all files of one package."""
-    parts = [
-        f"{_count(len(paths), 'file')} {kind}: {_some(sorted(paths), 2)}" if len(paths) > 1 else f"{paths[0]} {kind}"
-        for kind, paths in sorted(kinds.items())
-    ]
-    files = tuple(sorted(path for paths in kinds.values() for path in paths)[:50])
+    parts = []
+    for kind, paths in sorted(kinds.items()):
+        paths.sort(key=lambda path: (".so" not in path, not path.endswith(".py"), path))  # the telling ones first
+        parts.append(f"{_count(len(paths), 'file')} {kind}: {_some(paths, 1)}" if paths[1:] else f"{paths[0]} {kind}")
+    files = tuple(path for paths in kinds.values() for path in paths)[:50]
     packages = scene.dists.get(name, ())
     if packages and name in scene.pins:
         return Drift(name, scene.locked(name), scene.found(packages[0]), why="; ".join(parts), files=files)
@@ -1027,14 +1075,13 @@ def _at_start(path: Path) -> str:
 
 def _outside(scene: _Scene, environ: Mapping[str, str]) -> Iterator[Drift]:
     """What comes before the locked packages although it lies elsewhere: modules first, then libraries."""
-    names = {path.partition("/")[0] for path in scene.tree if ".dist-info" not in path and not path.startswith("/")}
     for entry in filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)):
-        yield from _shadow(scene, Path(entry), names, "PYTHONPATH")
+        yield from _shadow(scene, Path(entry), "PYTHONPATH")
     user = scene.who.user_site
     if user is not None and not environ.get("PYTHONNOUSERSITE") and user.is_dir():
-        yield from _shadow(scene, user, names, "user site")
-    if scene.who.problem == "" and len(scene.who.sites) > 1 and (scene.who.prefix / "pyvenv.cfg").exists():
-        yield Drift("site-packages", "", str(scene.who.sites[-1]), "pyvenv.cfg adds the system's own", outside=True)
+        yield from _shadow(scene, user, "user site")
+    if not environ.get("LD_LIBRARY_PATH") and not environ.get("LD_PRELOAD"):
+        return
     libraries = {os.path.basename(p) for p in scene.tree if p.startswith("nvidia/") and ".so" in p}  # noqa: PTH119
     # The wheels' libraries have a RUNPATH, which LD_LIBRARY_PATH goes before.
     for entry in filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")):
@@ -1046,10 +1093,11 @@ def _outside(scene: _Scene, environ: Mapping[str, str]) -> Iterator[Drift]:
             yield Drift("LD_PRELOAD", "", entry, "it comes first", outside=True)
 
 
-def _shadow(scene: _Scene, folder: Path, names: set[str], label: str) -> Iterator[Drift]:
+def _shadow(scene: _Scene, folder: Path, label: str) -> Iterator[Drift]:
     """Modules of a folder that is searched before the locked packages, and bear their names."""
     if any(_inside(folder, site) for site in scene.who.sites):
         return
+    names = set(_names(scene.site))
     here = []
     for entry in _names(folder):
         stem, _, suffix = entry.partition(".")
@@ -1087,37 +1135,53 @@ def _origin(scene: _Scene, package: Installed) -> str:
     told = []
     asking = _asking(scene, package.name)
     if asking:
-        told.append(f"required by {_some([f'{other.name} {other.version}' for other in asking], 2)}")
+        told.append(f"required by {asking}")
     elif (folder / "REQUESTED").exists():
         told.append("asked for by name")
     with contextlib.suppress(OSError, UnicodeDecodeError, IndexError):
         told.append(f"installed by {_cut((folder / 'INSTALLER').read_text(encoding='utf-8').split()[0], 20)}")
     with contextlib.suppress(OSError, ValueError, LookupError, AttributeError):
         direct = json.loads((folder / "direct_url.json").read_bytes())
-        address = re.sub(r"//[^/@]*@", "//", str(direct["url"])).partition("?")[0]  # no credentials
-        told.append(("editable, " if direct.get("dir_info", {}).get("editable") else "") + f"from {address}")
-    return ", ".join(told)
+        told.append("editable" if direct.get("dir_info", {}).get("editable") else "")
+        told.append(f"from {_public(str(direct['url']))}")
+    return ", ".join(filter(None, told))
 
 
-def _asking(scene: _Scene, name: str) -> list[Installed]:
-    """Installed packages that require this one: those that are not locked themselves; if none, any for an extra one."""
-    packages = [package for there in scene.dists.values() for package in there]
+def _askers(packages: Sequence[Installed], markers: Mapping[str, str]) -> dict[str, list[Installed]]:
+    """Which installed packages require each one."""
     extras: dict[str, set[str]] = {package.name: {""} for package in packages}
-    askers: dict[str, Installed] = {}
+    edges: dict[str, dict[str, Installed]] = {}
     again = True
     while again:  # extras travel: torch asks for cuda-toolkit[cublas], and that for nvidia-cublas
         again = False
         for package in packages:
             for wanted, its_extras, marker in map(_requirement, package.requires):
-                if wanted not in extras or not _applies(marker, scene.who.markers, extras[package.name]):
+                if wanted not in extras or not _applies(marker, markers, extras[package.name]):
                     continue
-                if wanted == name:
-                    askers[package.name] = package
+                edges.setdefault(wanted, {})[package.name] = package
                 if not its_extras <= extras[wanted]:
                     extras[wanted] |= its_extras
                     again = True
-    foreign = [package for package in askers.values() if package.name not in scene.pins]
-    return foreign or ([] if name in scene.pins else list(askers.values()))
+    return {name: list(asking.values()) for name, asking in edges.items()}
+
+
+def _asking(scene: _Scene, name: str) -> str:
+    """Who has to do with a package being there, up to what nothing foreign requires: `flashinfer-python 0.6.1`."""
+    direct = [package for package in scene.askers.get(name, ()) if scene.foreign(package)]
+    if not direct:  # torch requires what is locked; that says something only about what is not
+        return "" if name in scene.pins else _some([p.title for p in scene.askers.get(name, ())], 2)
+    seen = {package.name: package for package in direct}
+    queue, roots = list(direct), []
+    while queue:
+        package = queue.pop(0)
+        above = [other for other in scene.askers.get(package.name, ()) if scene.foreign(other)]
+        roots += [] if above else [package]
+        queue += [other for other in above if other.name not in seen]
+        seen.update({other.name: other for other in above})
+    first = [package.title for package in direct if package in roots]
+    if first or not roots:
+        return _some(first or [package.title for package in direct], 2)
+    return f"{_some([package.title for package in direct], 1)}, for {_some([root.title for root in roots], 1)}"
 
 
 def _requirement(text: str) -> tuple[str, set[str], str]:
@@ -1166,10 +1230,9 @@ def failure(drifts: Sequence[Drift], variant: str, *, command: str = "nox -s tra
 
 def _mend(drift: Drift) -> str:
     """How to take away what lies outside."""
-    return {
-        "user site": "`PYTHONNOUSERSITE=1` leaves the user site out",
-        "site-packages": "`include-system-site-packages = false` in pyvenv.cfg leaves the system's packages out",
-    }.get(drift.name, f"take `{drift.found}` out of {drift.name}")
+    if drift.name == "user site":
+        return "`PYTHONNOUSERSITE=1` leaves the user site out"
+    return f"take `{drift.found}` out of {drift.name}"
 
 
 def _default() -> str:
@@ -1187,9 +1250,9 @@ def _listing(lines: Sequence[str], most: int) -> list[str]:
 
 
 def _some(names: Sequence[str], most: int) -> str:
-    """`a`, `a and b`, `a, b and 7 more`."""
+    """Nothing, `a`, `a and b`, `a, b and 7 more`."""
     shown = list(names) if len(names) <= most else [*names[:most], f"{len(names) - most} more"]
-    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+    return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
 def _count(number: int, what: str) -> str:
@@ -1200,6 +1263,11 @@ def _cut(text: str, most: int) -> str:
     """One line, not longer than that."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _public(text: str) -> str:
+    """One line without what may be secret in an address: user, password, query."""
+    return _cut(re.sub(r"(://[^?\s]*)\?\S*", r"\1", re.sub(r"://[^/@\s]*@", "://", text)), 120)
 
 
 def _reason(error: Exception) -> str:
