@@ -96,6 +96,11 @@ def drifted(folder: Path) -> str:
     return "" if record.get("env_id") else "environment not checked"
 
 
+def caches(folder: Path) -> dict[str, Any]:
+    """What the compile caches answered in the newest start that trained; empty when none has."""
+    return _read(folder / "caches.json") or {}
+
+
 class Metrics:
     """Numbers of each step: JSON lines that are the same for the same inputs, and TensorBoard for the eye."""
 

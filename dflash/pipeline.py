@@ -1,0 +1,260 @@
+"""A run from its request to its summary: target, samples, training, export, decoding, pictures.
+
+Each phase leaves its result in the run's folder and is passed over when it is there already, so a run that was stopped
+anywhere goes on where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash import config, data, evaluation, export, pictures, progress, regenerate, run, small_target, summary, trainer
+from dflash import target as targets
+from dflash import text as texts
+from dflash.model import Drafter
+from dflash.stopping import Stop, listening
+from env.errors import Exit, Failure
+
+RUNS = Path("runs")
+"""Where runs go unless `--run` names a folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What the command line asks for."""
+
+    settings: config.Config
+    """The configuration."""
+    name: str
+    """What the run's folder is called unless `run` says so."""
+    seed: int
+    """Seed of everything that is drawn."""
+    run: Path | None
+    """Folder of the run."""
+    target: str | None
+    """Folder or hub name of the target; None to train a small one."""
+    text: Path | None
+    """File or folder of text; None for the shipped one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Course:
+    """What every phase needs: where the run lives, how it is asked to stop, what its status lines say."""
+
+    request: Request
+    """What was asked for."""
+    text: texts.Text
+    """The text that was read."""
+    folder: Path
+    """The run's folder."""
+    device: torch.device
+    """Where tensors live."""
+    stop: Stop
+    """Whether a signal has asked to stop."""
+    status: str
+    """What every status line says of the environment; empty when it is the locked one."""
+    phases: run.Phases
+    """Seconds of each phase."""
+
+    def check(self, where: str) -> None:
+        """Raise Stopped when a signal asked for it; `where` says what a rerun goes on from."""
+        if self.stop.asked():
+            raise self.stop.stopped(where)
+
+
+def follow(request: Request) -> None:
+    """Carry out a request; prints the summary on standard output.
+
+    Raises:
+        Failure: with the exit code of whatever cannot be had.
+        Stopped: when a signal asked for it, after saving.
+    """
+    settings = request.settings
+    if request.target is None and settings.target is None:
+        raise Failure(
+            Exit.USAGE,
+            "this configuration trains no target of its own, and none is named",
+            hint="name one: `--target FOLDER_OR_HUB_NAME`",
+        )
+    text = texts.load(request.text, shortest=settings.shapes.sequence)
+    given = {
+        "config": config.to_tables(settings),
+        "seed": request.seed,
+        "target": request.target,
+        "text": text.sha256,
+    }
+    folder = request.run or run.choose(RUNS, request.name, given)
+    with listening() as stop, run.occupied(folder, settings, given) as begun:
+        course = Course(
+            request=request,
+            text=text,
+            folder=folder,
+            device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"),
+            stop=stop,
+            status=run.drifted(folder),
+            phases=run.Phases(folder),
+        )
+        said = f" ({course.status})" if course.status else ""
+        say(f"{'going on with' if begun else 'new run'} `{folder}` on {course.device.type}{said}")
+        _carry_out(course)
+
+
+def _carry_out(course: Course) -> None:
+    settings, folder = course.request.settings, course.folder
+    if course.request.target is None:
+        made = own_target(course)
+        name, facts = str(folder / "target"), {"name": "a small one of its own", **dataclasses.asdict(made)}
+    else:
+        name, facts = course.request.target, {"name": course.request.target}
+    target = targets.load(name, device=course.device, dtype=trainer.DTYPES[settings.precision.compute])
+    targets.check(target, settings.drafter)
+    rows = packed(course, target)
+    outcome = trained(course, rows, target)
+    sha256 = export.write(folder / "drafter", outcome.drafter, settings)
+    measured = decoded(course, name, target, outcome.drafter)
+    with course.phases.measured("pictures"):
+        pictures.draw(folder)
+    content = summary.gather(
+        settings,
+        facts,
+        rows,
+        outcome,
+        run.caches(folder),
+        measured,
+        course.phases.seconds,
+        sha256,
+    )
+    run.write_json(folder / "summary.json", content)
+    summary.show(content, folder, sys.stdout)
+
+
+def own_target(course: Course) -> small_target.Summary:
+    """Train the small target into the run's folder, or take it from there."""
+    request, folder = course.request, course.folder
+    recipe = request.settings.target
+    assert recipe is not None
+    metrics: run.Metrics | None = None
+    with course.phases.measured("target"), _track(course, "training a target", recipe.steps) as bar:
+
+        def report(numbers: dict[str, Any]) -> None:
+            nonlocal metrics
+            step = numbers["step"]
+            if metrics is None:
+                metrics = run.Metrics(folder, "target_metrics", step - 1)
+            metrics.add(step, {"loss": numbers["loss"], "lr": numbers["lr"]})
+            bar.done = step - 1
+            bar.advance(loss=numbers["loss"], tokens=recipe.rows * recipe.sequence)
+
+        try:
+            return small_target.train(
+                request.settings,
+                course.text,
+                folder / "target",
+                seed=request.seed,
+                device=course.device,
+                stop=lambda: course.check(f"step {bar.done} of {bar.total} of the target is saved in `{folder}`"),
+                report=report,
+            )
+        finally:
+            if metrics is not None:
+                metrics.close()
+
+
+def packed(course: Course, target: targets.Target) -> data.Rows:
+    """Samples that the target continued itself, packed; says what was left out."""
+    settings = course.request.settings
+    with course.phases.measured("samples"), _track(course, "writing samples", settings.data.prompts) as bar:
+
+        def report(done: int) -> None:
+            course.check("samples are written again from the start")
+            bar.advance(done - bar.done)
+
+        samples = regenerate.samples(
+            settings,
+            course.text,
+            target,
+            course.folder / "samples.safetensors",
+            seed=course.request.seed,
+            report=report,
+        )
+    rows = data.pack(samples, settings.shapes.sequence)
+    left_out = f", {rows.truncated} cut short, {rows.empty} empty" if rows.truncated or rows.empty else ""
+    say(f"{rows.documents} samples in {len(rows.tokens)} rows, {rows.fill:.0%} full{left_out}")
+    return rows
+
+
+def trained(course: Course, rows: data.Rows, target: targets.Target) -> trainer.Outcome:
+    """Train the drafter to its end."""
+    request = course.request
+    total = trainer.total_steps(len(rows.tokens), request.settings)
+    with course.phases.measured("drafter"), _track(course, "training the drafter", total) as bar:
+
+        def watch(step: trainer.Step) -> None:
+            bar.done = step.step - 1
+            bar.advance(loss=step.loss, tokens=step.tokens)
+
+        outcome = trainer.train(
+            request.settings,
+            rows,
+            target,
+            course.folder,
+            seed=request.seed,
+            device=course.device,
+            stop=course.stop,
+            watch=watch,
+        )
+    if outcome.caches is not None:
+        run.write_json(course.folder / "caches.json", {"first_step_seconds": outcome.first_step, **outcome.caches})
+    return outcome
+
+
+def decoded(course: Course, name: str, target: targets.Target, drafter: Drafter) -> evaluation.Evaluation:
+    """Decode held-out prompts in float32, where speculative output must equal the target's own to the token."""
+    settings = course.request.settings
+    wanted = settings.evaluation
+    exact = target
+    if settings.precision.compute != "float32":
+        exact = targets.load(name, device=course.device, dtype=torch.float32)
+    untrained = Drafter(settings.drafter)
+    untrained.initialise(course.request.seed)
+    untrained.to(course.device)
+    prompts = regenerate.prompts(
+        exact, course.text.held_out, wanted.prompts, wanted.prompt_tokens, seed=course.request.seed
+    )
+    tokens = 5 * wanted.prompts * wanted.response_tokens  # the target alone and four proposers
+    with course.phases.measured("decoding"), _track(course, "decoding", tokens, unit="tokens") as bar:
+        before: dict[str, int] = {}
+
+        def report(who: str, done: int, _total: int) -> None:
+            course.check("the drafter is trained and saved; only decoding is left")
+            bar.advance(done - before.get(who, 0))
+            before[who] = done
+
+        measured = evaluation.evaluate(
+            exact.model,
+            drafter,
+            untrained,
+            prompts,
+            wanted.response_tokens,
+            block=settings.shapes.block,
+            stop=targets.stop_tokens(exact),
+            report=report,
+        )
+    run.write_json(course.folder / "evaluation.json", dataclasses.asdict(measured))
+    return measured
+
+
+def _track(course: Course, title: str, total: int, unit: str = "steps") -> AbstractContextManager[progress.Track]:
+    return progress.track(title, total, unit=unit, status=course.status)
+
+
+def say(line: str) -> None:
+    """One line for whoever watches, beside the results on standard output."""
+    print(line, file=sys.stderr, flush=True)
