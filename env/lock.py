@@ -98,7 +98,13 @@ def write(folder: Path, *, upgrade: bool = False, packages: Sequence[str] = ()) 
     seeds = {name: [] if upgrade else _untouched(before[name], records.get(name)) for name in before}
     with tempfile.TemporaryDirectory(prefix="dflash-lock-") as scratch:
         work = _workplace(Path(scratch), folder, matrix)
-        made = {name: _resolve(work, name, matrix, seeds[name], packages) for name in names(matrix)}
+        uv = bootstrap.ensure_tools().with_name("uv")
+        environ = index.uv_environment(os.environ, index.pip_settings(uv.with_name("python")), only_main_index=True)
+        made = {}
+        for name in names(matrix):
+            say(f"resolving {name}")
+            _compile(work, name, matrix, seeds[name], packages, (uv, environ))
+            made[name] = _remember(work, name, matrix, records.get(name))
         texts = {name: (work / f"{name}.txt").read_text(encoding="utf-8") for name in made}
     for name, record in made.items():
         if name in matrix.variants:
@@ -125,23 +131,34 @@ def _workplace(scratch: Path, folder: Path, matrix: Matrix) -> Path:
     return scratch
 
 
-def _resolve(work: Path, name: str, matrix: Matrix, seeds: Sequence[Pin], packages: Sequence[str]) -> Record:
-    """Let uv write one lock in the workplace, lint it, and return what is to be remembered about it."""
-    say(f"resolving {name}")
+def _compile(
+    work: Path,
+    name: str,
+    matrix: Matrix,
+    seeds: Sequence[Pin],
+    packages: Sequence[str],
+    uv: tuple[Path, Mapping[str, str]],
+) -> None:
+    """Let uv write one lock in the workplace; it prefers the versions that its output file holds, and their hashes."""
     lock = work / f"{name}.txt"
     if name in matrix.variants and name != matrix.default:  # the variants agree wherever torch lets them
         leading = read_lock(work / f"{matrix.default}.txt")
         taken = {pin.name for pin in leading}
         seeds = [*leading, *(pin for pin in seeds if pin.name not in taken)]
-    # uv prefers the versions that its output file holds, and keeps their hashes.
     lock.write_text("".join(map(_render, seeds)), encoding="utf-8")
     options = ["--quiet", "--universal", "--generate-hashes", "--no-build", "--no-header"]
     options += ["--python-version", matrix.python[0], *(f"--upgrade-package={package}" for package in packages)]
-    tools = bootstrap.ensure_tools()
-    environ = index.uv_environment(os.environ, index.pip_settings(tools), only_main_index=True)
-    run([str(tools.with_name("uv")), "pip", "compile", *options, f"{name}.in", "-o", lock.name], environ, cwd=work)
-    pins = read_lock(lock)
-    requires = _requires(pins) if name in matrix.variants else {}
+    run([str(uv[0]), "pip", "compile", *options, f"{name}.in", "-o", lock.name], uv[1], cwd=work)
+
+
+def _remember(work: Path, name: str, matrix: Matrix, before: Record | None) -> Record:
+    """Lint a lock that was just written, and return what is to be remembered about it."""
+    pins = read_lock(work / f"{name}.txt")
+    asked = [pin for pin in pins if name in matrix.variants and pin.name in {"torch", *DELEGATES}]
+    if before and before.requires and all(before.pins.get(key) == it for key, it in _digests(asked).items()):
+        requires = before.requires
+    else:
+        requires = _requires(asked)
     complaints = _lint(work, name, requires, matrix)
     if complaints:
         raise Failure(Exit.LOCK, f"uv's set for {name} is not one that we can use", details=complaints)
@@ -149,29 +166,22 @@ def _resolve(work: Path, name: str, matrix: Matrix, seeds: Sequence[Pin], packag
 
 
 def _requires(pins: Sequence[Pin]) -> dict[str, list[str]]:
-    """What torch and its delegates require, from the index's metadata of the wheels for Linux on x86_64.
+    """What torch and its delegates require, from the index's metadata of their wheels for Linux on x86_64.
 
     pip is asked, since uv has no command that prints them. For one platform, whatever this machine is: the record must
     not depend on who makes the lock.
     """
-    wanted = [f"{pin.name}=={pin.version}" for pin in pins if pin.name in {"torch", *DELEGATES}]
+    if not pins:
+        return {}
+    wanted = [f"{pin.name}=={pin.version}" for pin in pins]
     with tempfile.TemporaryDirectory(prefix="dflash-lock-") as scratch:
         report_file = Path(scratch) / "report.json"
-        command = [
-            str(bootstrap.ensure_tools()),
-            "-m",
-            "pip",
-            "install",
-            "--dry-run",
-            "--no-deps",
-            "--ignore-installed",
-        ]
-        command += ["--only-binary", ":all:", "--platform", "manylinux_2_28_x86_64", "--python-version", "3.11"]
-        command += ["--target", scratch, "--report", str(report_file), *wanted]
-        run(command, bootstrap.pip_environment(os.environ), show=False)
+        pip = [str(bootstrap.ensure_tools()), "-m", "pip", "install"]
+        which = ["--only-binary", ":all:", "--platform", "manylinux_2_28_x86_64", "--python-version", "3.11"]
+        options = ["--dry-run", "--no-deps", "--ignore-installed", "--target", scratch, "--report", str(report_file)]
+        run([*pip, *which, *options, *wanted], bootstrap.pip_environment(os.environ), show=False)
         installs = json.loads(report_file.read_text(encoding="utf-8"))["install"]
-    found = {normalise(each["metadata"]["name"]): each["metadata"].get("requires_dist", []) for each in installs}
-    return {name: [text for text in found[name] if "extra ==" not in text or name != "torch"] for name in sorted(found)}
+    return {normalise(each["metadata"]["name"]): each["metadata"].get("requires_dist", []) for each in installs}
 
 
 def moves(before: Sequence[Pin], after: Sequence[Pin]) -> Iterator[str]:

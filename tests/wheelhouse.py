@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tinywheels import wheel
 
 
@@ -52,6 +54,10 @@ class Wheelhouse:
                     house.hold.wait(60)
                 super().do_GET()
 
+            def end_headers(self) -> None:
+                self.send_header("Cache-Control", "no-cache")  # a wheel that a test adds is to be seen at once
+                super().end_headers()
+
             def log_message(self, *arguments: Any) -> None:
                 """Keep the tests' output clean."""
 
@@ -64,6 +70,20 @@ class Wheelhouse:
             finally:
                 server.shutdown()
                 thread.join()
+
+
+def only(address: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Make an address the only index, by pip's configuration file alone; caches go into the folder."""
+    for name in [*os.environ]:
+        if name.startswith(("PIP_", "UV_")) or name.lower().endswith("_proxy"):
+            patch.delenv(name)
+    settings = folder / "pip.conf"
+    settings.write_text(f"[global]\nindex-url = {address}\n")
+    patch.setenv("PIP_CONFIG_FILE", str(settings))
+    patch.setenv("PIP_CACHE_DIR", str(folder / "pip-cache"))
+    patch.setenv("PIP_RETRIES", "0")
+    patch.setenv("UV_CACHE_DIR", str(folder / "uv-cache"))
+    patch.setenv("UV_HTTP_RETRIES", "0")
 
 
 def pin(name: str, version: str, digest: str) -> str:
