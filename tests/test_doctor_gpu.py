@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -195,7 +196,9 @@ def test_versions_compare_as_numbers_not_as_text() -> None:
 
 
 def test_a_real_h200_with_driver_580_is_fine_for_cu130() -> None:
-    seen = gpu_host(H200)
+    seen = recorded("h200")
+    assert seen.nvidia is not None
+    assert seen.nvidia.cards == (H200,)
     assert found(driver.judge(seen, plan("cu130"))).message == "driver 580.159.04; cu130 needs 580 or newer"
     assert found(capability.judge(seen, plan("cu130"))).message == "NVIDIA H200 (9.0): cu130 has code for it"
     assert found(cuda.judge(seen, plan("cu130"))).severity is Severity.OK
@@ -264,7 +267,13 @@ def test_one_unfit_card_among_others_can_be_hidden() -> None:
     finding = found(capability.judge(recorded("a100-beside-v100"), plan("cu130")))
     assert finding.message.startswith("Tesla V100-SXM2-32GB (7.0): ")
     assert finding.remedy is not None
-    assert "CUDA_VISIBLE_DEVICES=0`" in finding.remedy
+    assert "`export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0`" in finding.remedy
+    # Done as told, the CUDA library shows the other card alone, and the host is fine.
+    mixed = recorded("a100-beside-v100").nvidia
+    assert mixed is not None
+    assert mixed.cards is not None
+    told = host(nvidia=replace(mixed, visible="0", shown=mixed.cards[:1]))
+    assert found(capability.judge(told, plan("cu130"))).severity is Severity.OK
 
 
 def test_cards_of_two_kinds_are_noted_for_their_caches() -> None:
@@ -317,9 +326,17 @@ def test_a_mismatch_that_only_nvidia_smi_names_is_found() -> None:
     assert "error 803" in found(cuda.judge(seen, plan())).message
 
 
-def test_cards_hidden_on_purpose_are_a_note() -> None:
-    assert found(cuda.judge(gpu_host(H200, cuda_init=100, visible=""), plan())).severity is Severity.NOTE
-    assert found(cuda.judge(gpu_host(H200, cuda_init=100, visible="7"), plan())).severity is Severity.ERROR
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles", "-1,0"])
+def test_cards_hidden_on_purpose_are_a_note_and_the_run_is_judged_as_one_on_the_cpu(visible: str) -> None:
+    seen = gpu_host(H200, cuda_init=100, visible=visible)
+    assert found(cuda.judge(seen, plan())).severity is Severity.NOTE
+    assert capability.judge(seen, plan()) is None
+    assert card_memory.judge(seen, plan(config="tiny")) is None
+
+
+def test_a_card_that_is_named_but_not_there_is_an_error() -> None:
+    finding = found(cuda.judge(gpu_host(H200, cuda_init=100, visible="7"), plan()))
+    assert (finding.severity, finding.details) == (Severity.ERROR, ("CUDA_VISIBLE_DEVICES is `7`",))
 
 
 def test_a_driver_whose_library_is_missing_is_a_warning_but_not_in_a_container_without_gpus() -> None:

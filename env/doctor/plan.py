@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from env.doctor.facts.nvidia import Card
+from env.doctor.facts.nvidia import Card, usable
 from env.doctor.host import Host
 from env.doctor.need import Need
 from env.variants import Matrix, Variant
@@ -65,7 +65,7 @@ def fitting(host: Host, matrix: Matrix) -> list[Variant]:
     """The variants that this host's driver and all its cards would run, the default first, then the newest CUDA."""
     if host.nvidia is None:
         return []
-    driver, cards = numbers(host.nvidia.driver), host.nvidia.cards or ()
+    driver, cards = numbers(host.nvidia.driver), usable(host.nvidia) or ()
     found = [
         variant
         for variant in matrix.variants.values()

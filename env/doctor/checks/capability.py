@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from env.doctor.facts.nvidia import Card
+from env.doctor.facts.nvidia import Card, hidden, usable
 from env.doctor.finding import Finding, Severity
 from env.doctor.host import Host
 from env.doctor.plan import Plan, count, fitting, runs_on
@@ -17,20 +17,19 @@ def judge(host: Host, plan: Plan) -> Finding | None:
     nvidia, variant = host.nvidia, plan.variant
     if nvidia is None:
         return Finding(Severity.UNKNOWN, "the cards could not be looked for", host.why("nvidia"))
-    if not nvidia.cards:
-        if nvidia.driver is None:
-            return None  # the driver's check has said it
-        if nvidia.cards == ():
+    cards = usable(nvidia)
+    if not cards:
+        if nvidia.driver is None or hidden(nvidia):
+            return None  # another check has said it
+        if cards == ():
             return Finding(Severity.WARNING, "the driver is loaded, but shows no card", _said(nvidia.smi))
         return Finding(
             Severity.UNKNOWN,
             "the driver is loaded, but neither `nvidia-smi` nor the CUDA library names the cards",
             _said(nvidia.smi),
         )
-    unknown = tuple(card for card in nvidia.cards if card.capability is None)
-    unfit = tuple(
-        card for card in nvidia.cards if card.capability and not runs_on(card.capability, variant.capabilities)
-    )
+    unknown = tuple(card for card in cards if card.capability is None)
+    unfit = tuple(card for card in cards if card.capability and not runs_on(card.capability, variant.capabilities))
     built = " ".join(variant.capabilities)
     if unfit:
         return Finding(
@@ -41,11 +40,11 @@ def judge(host: Host, plan: Plan) -> Finding | None:
         )
     if unknown:
         return Finding(Severity.UNKNOWN, f"{count(unknown)}: the capability could not be read", (f"built for {built}",))
-    kinds = {card.name for card in nvidia.cards}
+    kinds = {card.name for card in cards}
     mixed = "the cards differ: each kind needs a compile cache of its own" if len(kinds) > 1 else None
     return Finding(
         Severity.OK if mixed is None else Severity.NOTE,
-        f"{count(nvidia.cards)}: {variant.name} has code for {'them' if len(nvidia.cards) > 1 else 'it'}",
+        f"{count(cards)}: {variant.name} has code for {'them' if len(cards) > 1 else 'it'}",
         (f"built for {built}", *((mixed,) if mixed else ())),
     )
 
@@ -69,5 +68,7 @@ def _remedy(host: Host, plan: Plan, unfit: tuple[Card, ...]) -> str:
     assert host.nvidia is not None
     fit = [str(index) for index, card in enumerate(host.nvidia.cards or ()) if card not in unfit]
     if fit:
-        ways.append(f"hide the card{'s' if len(unfit) > 1 else ''}: `CUDA_VISIBLE_DEVICES={','.join(fit)}`")
+        # By default CUDA numbers the fastest card first, `nvidia-smi` by the bus.
+        chosen = f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={','.join(fit)}"
+        ways.append(f"hide the card{'s' if len(unfit) > 1 else ''}: `export {chosen}`")
     return ", or ".join(ways) if ways else "no variant runs on it: train on another card, or on the CPU"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from env.doctor.facts.nvidia import usable
 from env.doctor.finding import Finding, Severity
 from env.doctor.host import Host
 from env.doctor.need import CONTEXT, human
@@ -17,7 +18,7 @@ def judge(host: Host, plan: Plan) -> Finding | None:
     An error only where the drafter's weights and optimizer state alone do not fit, which are exact; activations are an
     estimate.
     """
-    need, cards = plan.need, host.nvidia.cards if host.nvidia is not None else None
+    need, cards = plan.need, usable(host.nvidia) if host.nvidia is not None else None
     if need is None or not cards:
         return None
     old = [card for card in cards if (have := numbers(card.capability)) is not None and have < BFLOAT16]

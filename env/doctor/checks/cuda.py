@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from env.doctor.facts.nvidia import hidden
 from env.doctor.finding import Finding, Severity
 from env.doctor.host import Host
 from env.doctor.plan import Plan
@@ -30,8 +31,9 @@ def judge(host: Host, _plan: Plan) -> Finding | None:
         return None
     if nvidia.cuda_init == 0:
         return Finding(Severity.OK, f"the CUDA library starts; its driver implements CUDA {nvidia.cuda_version or '?'}")
-    if nvidia.visible is not None and nvidia.cuda_init == 100 and nvidia.visible.strip() in ("", "-1", "NoDevFiles"):
-        return Finding(Severity.NOTE, f"CUDA_VISIBLE_DEVICES is `{nvidia.visible}`: the cards are hidden on purpose")
+    if nvidia.cuda_init == 100 and hidden(nvidia):
+        shown = f"`{nvidia.visible}`" if nvidia.visible else "empty"
+        return Finding(Severity.NOTE, f"CUDA_VISIBLE_DEVICES is {shown}: the cards are hidden, runs go to the CPU")
     if nvidia.smi is not None and "mismatch" in nvidia.smi:
         return _error(803, nvidia.smi)
     if nvidia.cuda_init is None:
@@ -44,10 +46,12 @@ def judge(host: Host, _plan: Plan) -> Finding | None:
             remedy="install the driver's user-space libraries of the same version; in a container "
             "`NVIDIA_DRIVER_CAPABILITIES` must include `compute`",
         )
-    return _error(nvidia.cuda_init, nvidia.smi)
+    return _error(nvidia.cuda_init, nvidia.smi, nvidia.visible)
 
 
-def _error(code: int, smi: str | None) -> Finding:
+def _error(code: int, smi: str | None, visible: str | None = None) -> Finding:
     what, remedy = CODES.get(code, ("see CUresult in cuda.h", "`nvidia-smi` and the kernel's log say more"))
-    details = (f"`nvidia-smi` says: {smi}",) if smi else ()
-    return Finding(Severity.ERROR, f"the CUDA library does not start, error {code}: {what}", details, remedy)
+    details = [f"`nvidia-smi` says: {smi}"] if smi else []
+    if visible is not None:
+        details.append(f"CUDA_VISIBLE_DEVICES is `{visible}`")
+    return Finding(Severity.ERROR, f"the CUDA library does not start, error {code}: {what}", tuple(details), remedy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from env.doctor.facts.machine import Limits
+from env.doctor.facts.nvidia import usable
 from env.doctor.finding import Finding, Severity
 from env.doctor.host import Host
 from env.doctor.need import human
@@ -28,7 +29,7 @@ def judge(host: Host, plan: Plan) -> Finding | None:
     limits = host.limits
     if limits is None:
         return Finding(Severity.UNKNOWN, "the limits could not be read", host.why("limits"))
-    cards = len(host.nvidia.cards or ()) if host.nvidia is not None else 0
+    cards = len(usable(host.nvidia) or ()) if host.nvidia is not None else 0
     low = [*_files(limits, cards), *_tasks(limits), *_sizes(limits, cards, plan)]
     if low:
         severity = max(severity for severity, _, _ in low)

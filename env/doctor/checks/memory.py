@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from env.doctor.facts.nvidia import usable
 from env.doctor.finding import Finding, Severity
 from env.doctor.host import Host
 from env.doctor.need import PROCESS, Need, human
@@ -18,7 +19,7 @@ def judge(host: Host, plan: Plan) -> Finding | None:
     memory = host.memory
     if memory is None or (memory.total is None and memory.limit is None):
         return Finding(Severity.UNKNOWN, "main memory could not be read", host.why("memory"))
-    cards = len(host.nvidia.cards or ()) if host.nvidia is not None else 0
+    cards = len(usable(host.nvidia) or ()) if host.nvidia is not None else 0
     need, reasons = wanted(plan.need, cards)
     limited = memory.limit is not None and (memory.total is None or memory.limit < memory.total)
     size = memory.limit if limited else memory.total

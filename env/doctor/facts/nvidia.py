@@ -63,6 +63,9 @@ class Nvidia:
     cards: tuple[Card, ...] | None = None
     """The GPUs, in `nvidia-smi`'s order; None if neither it nor the CUDA library answers."""
 
+    shown: tuple[Card, ...] | None = None
+    """The GPUs that the CUDA library shows to this process, in its order; None if it does not start."""
+
     bus: int | None = None
     """NVIDIA display and 3D controllers on the PCI bus, driver or not; None where the bus cannot be seen."""
 
@@ -82,6 +85,18 @@ class Nvidia:
     """CUDA_VISIBLE_DEVICES as it is set."""
 
 
+def usable(found: Nvidia) -> tuple[Card, ...] | None:
+    """The GPUs that a run would see: what the CUDA library shows, else all but those hidden on purpose."""
+    if found.shown is not None:
+        return found.shown
+    return () if hidden(found) else found.cards
+
+
+def hidden(found: Nvidia) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES hides every card on purpose: empty, or with a first entry that is no card."""
+    return found.visible is not None and found.visible.split(",")[0].strip() in ("", "-1", "NoDevFiles")
+
+
 def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Nvidia:
     """Read driver and cards: the kernel's files first, then `nvidia-smi`, then the CUDA library."""
     driver, source = kernel_driver(root)
@@ -89,11 +104,12 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Nvi
     if driver is None and smi_driver is not None:
         driver, source = smi_driver, "nvidia-smi"
     answer = run([sys.executable, "-I", "-S", "-c", ASK_CUDA], seconds=SMI_SECONDS, environ=environ)
-    init, version, seen = parse_cuda(answer.output if answer else "")
+    init, version, shown = parse_cuda(answer.output if answer else "")
     return Nvidia(
         driver=driver,
         driver_from=source,
-        cards=cards or seen or cards,
+        cards=cards or shown or cards,
+        shown=shown if init == 0 else None,
         bus=_controllers(root),
         nodes=_nodes(root),
         smi=said,
