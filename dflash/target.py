@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -178,6 +179,15 @@ def stop_tokens(target: Target) -> frozenset[int]:
     ends = getattr(settings, "eos_token_id", None)
     found = ends if isinstance(ends, list) else [ends]
     return frozenset(int(token) for token in (*found, target.tokenizer.eos_token_id) if token is not None)
+
+
+def digest(target: Target) -> str:
+    """Sha256 over every weight and buffer that is saved: name, type, shape and bytes."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(target.model.state_dict().items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def features(target: Target, tokens: Tensor, document: Tensor | None, layer_ids: Sequence[int]) -> Tensor:
