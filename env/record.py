@@ -83,7 +83,7 @@ def environment_record(
         "host": {"machine": os.uname().machine, "kernel": os.uname().release, "cpu": _cpu(host)},
         "git": revision(root, environ) if root else {"revision": None, "clean": None},
         "drift_allowed": allowed,
-        "drift": [asdict(item) for item in drifts],
+        "drift": [{**asdict(item), "files": list(item.files)} for item in drifts],
         "environment": key_feeding(environ),
         "packages": packages,
     }
