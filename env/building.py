@@ -42,6 +42,7 @@ REASONS: tuple[tuple[re.Pattern[str], Exit, str], ...] = (
         Exit.UNREACHABLE,
         "no package index answers",
     ),
+    (re.compile(r"No interpreter found for"), Exit.HOST, "the Python that was asked for is not installed"),
     (
         re.compile(r"No solution found|ResolutionImpossible|No matching distribution|not found in the (package )?reg"),
         Exit.LOCK,
@@ -50,6 +51,7 @@ REASONS: tuple[tuple[re.Pattern[str], Exit, str], ...] = (
 )
 
 HINTS = {
+    Exit.HOST: "install it, or leave `--python` out: the Python that runs the noxfile is then used",
     Exit.STORAGE: "make room, then run the same command again; what was half made is gone",
     Exit.LOCK: "if the lock is the committed one, the index serves another file under that name: use another index",
     Exit.UNREACHABLE: "check the network; pip's and uv's index, proxy and CA settings are honoured",
