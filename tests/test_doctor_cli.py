@@ -129,6 +129,11 @@ def test_a_configuration_of_ones_own_is_named(tmp_path: Path) -> None:
     assert json.loads(doctor("--host", facts("v100"), "--config", str(mine), "--json").stdout)["config"] == str(mine)
 
 
+def test_without_presets_a_host_is_judged_for_no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cli, "PRESETS", tmp_path)
+    assert cli.main(["--host", facts("rtx-pro-6000")]) == 0
+
+
 def test_only_the_checks_that_are_asked_for_are_made() -> None:
     report = json.loads(doctor("--host", facts("v100"), "--only", "driver", "--only", "clock", "--json").stdout)
     assert [finding["check"] for finding in report["findings"]] == ["driver", "clock"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import types
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -171,3 +172,34 @@ def test_a_made_environment_is_found_and_its_interpreter_asked(monkeypatch: pyte
     assert environment.find(load().variant()).version is None
     python.write_text("#!/bin/sh\necho no json\n", encoding="utf-8")
     assert environment.find(load().variant()).version is None
+
+
+def test_a_really_drifted_environment_ends_with_exit_code_3_and_a_mended_one_with_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tinywheels import Workshop, site
+
+    from env import environment as made
+    from env.doctor import main
+
+    workshop = Workshop(tmp_path)
+    prefix = workshop.make(tmp_path / "cu130")
+    monkeypatch.setattr(made, "python_of", lambda variant: prefix / "bin" / "python")
+    monkeypatch.setattr(Variant, "lock", property(lambda variant: workshop.lock))
+    asked = ["--only", "environment", "--json"]
+    assert main(asked) == 0
+    assert json.loads(capsys.readouterr().out)["findings"][0]["severity"] == "ok"
+
+    # Same size, same time stamp: only a hash tells, which a launch does not compute and the doctor does.
+    library = site(prefix) / "torch/lib/libtorch_cuda.so"
+    stat = library.stat()
+    library.write_bytes(b"\xff" + library.read_bytes()[1:])
+    os.utime(library, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert main(asked) == Exit.DRIFT
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["exit_code"] == Exit.DRIFT
+    assert "torch" in finding["details"][0]
+    assert "--repair" in finding["remedy"]
+
+    workshop.make(prefix)
+    assert main(asked) == 0

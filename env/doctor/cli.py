@@ -12,7 +12,7 @@ from pathlib import Path
 from env.doctor import CHECKS, examine
 from env.doctor.finding import exit_code
 from env.doctor.host import Host, decode, gather
-from env.doctor.need import Need, read
+from env.doctor.need import PRESETS, read
 from env.doctor.plan import Plan
 from env.doctor.report import as_json, as_text, put, terminal
 from env.errors import Exit, Failure, report
@@ -22,6 +22,9 @@ ELSEWHERE = {"--compare": "env.record:main"}
 """Questions that another module answers: the first argument, and the function that is given the remaining ones. Those
 that need torch (what its FX flag says, a card's row for env/gpus.toml) belong here too, since this process has
 none."""
+
+DEFAULT = "tiny"
+"""The configuration of a run without `--config`."""
 
 EXAMPLES = """\
 examples:
@@ -57,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--variant", help=f"the set of packages: {', '.join(matrix.variants)} (default {matrix.default})"
     )
-    parser.add_argument("--config", default="tiny", help="a preset, or a TOML file (default tiny)")
+    parser.add_argument("--config", help=f"a preset, or a TOML file (default {DEFAULT})")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="where the run's folder will be (default `runs`)")
     parser.add_argument(
         "--containers", action="store_true", help="containers with GPUs shall be started here: judge that too"
@@ -86,7 +89,8 @@ def _doctor(asked: argparse.Namespace) -> int:
         return _elsewhere("--compare")(asked.compare)
     matrix = load()
     variant = matrix.variant(asked.variant)
-    need: Need = read(asked.config)
+    # An image's stage may hold env alone; without presets the host is judged for no configuration.
+    need = read(asked.config or DEFAULT) if asked.config or (PRESETS / f"{DEFAULT}.toml").is_file() else None
     plan = Plan(variant=variant, matrix=matrix, need=need, containers=asked.containers)
     checks = [check for check in CHECKS if not asked.only or check.name in asked.only]
     if asked.host is not None:
