@@ -24,9 +24,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def zlab(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder to put first on a Python's path, with z-lab's own package."""
-    folder = tmp_path_factory.mktemp("zlab")
+def peers(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to put first on a Python's path, with the packages of `peers.txt`."""
+    folder = tmp_path_factory.mktemp("peers")
     options = ["--no-deps", "--require-hashes", "--target", str(folder), "-r", str(HERE / "peers.txt")]
     subprocess.run([str(tools.with_name("uv")), "pip", "install", "--python", str(tools), *options], check=True)
     return folder

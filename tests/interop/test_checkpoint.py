@@ -22,7 +22,7 @@ from dflash.proposers import Drafting
 
 pytestmark = pytest.mark.interop
 
-BLOCK, NEW = 8, 72
+BLOCK, NEW, KNOWN = 8, 72, 37
 SIZES = config.Drafter(
     hidden_size=64,
     intermediate_size=96,
@@ -83,7 +83,39 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_z_labs_own_program_loads_an_export_and_decodes_with_it_as_we_do(zlab: Path, tmp_path: Path) -> None:
+def blocks() -> dict[str, torch.Tensor]:
+    """Features (2, KNOWN, K*H), an embedded block (2, B, H) and the positions of both, (2, KNOWN + B)."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "features": torch.randn(2, KNOWN, 2 * 64, generator=generator),
+        "embedded": torch.randn(2, BLOCK, 64, generator=generator),
+        "positions": torch.arange(KNOWN + BLOCK).repeat(2, 1),
+    }
+
+
+def ask(script: str, peers: Path, *arguments: object) -> None:
+    """Run a script with the peers' packages first on its path and check what it says of the drafter it loaded."""
+    done = subprocess.run(
+        # -P keeps the script's own folder off the path
+        [sys.executable, "-P", str(Path(__file__).with_name(script)), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(peers), "OMP_NUM_THREADS": "1"},
+        cwd=peers,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    said = json.loads(done.stdout)
+    assert Path(said["package"]).is_relative_to(peers)
+    assert not any(said["loaded"].values()), said["loaded"]
+    assert (said["block"], said["mask"], said["layers"]) == (BLOCK, SIZES.mask_token_id, [0, 1])
+
+
+def our_hidden(drafter: Drafter, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    context = drafter.context(given["features"], given["positions"][:, :KNOWN])
+    return drafter.draft(given["embedded"], given["positions"][:, KNOWN:], context)
+
+
+def test_z_labs_own_program_loads_an_export_and_decodes_with_it_as_we_do(peers: Path, tmp_path: Path) -> None:
     target: Any = random_target()
     prompts = torch.randint(0, 59, (4, 12), generator=torch.Generator().manual_seed(2))
     references = greedy(target, prompts.tolist(), NEW)
@@ -91,36 +123,12 @@ def test_z_labs_own_program_loads_an_export_and_decodes_with_it_as_we_do(zlab: P
     drafter = trained_drafter(target, texts)
     target.save_pretrained(tmp_path / "target")
     export.write(tmp_path / "drafter", drafter, SETTINGS)
-    generator = torch.Generator().manual_seed(3)
-    known = 37
-    given = {
-        "features": torch.randn(2, known, 2 * 64, generator=generator),
-        "embedded": torch.randn(2, BLOCK, 64, generator=generator),
-        "positions": torch.arange(known + BLOCK).repeat(2, 1),
-        "prompts": prompts,
-        "new_tokens": torch.tensor(NEW),
-    }
-    safetensors.torch.save_file(given, tmp_path / "given")
-    script = Path(__file__).with_name("zlab.py")
-    arguments = [tmp_path / "drafter", tmp_path / "target", tmp_path / "given", tmp_path / "found"]
-    # -P keeps the script's own folder off the path
-    done = subprocess.run(
-        [sys.executable, "-P", script, *arguments],
-        env={**os.environ, "PYTHONPATH": str(zlab), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    said = json.loads(done.stdout)
-    assert Path(said["package"]).is_relative_to(zlab)
-    assert not any(said["loaded"].values()), said["loaded"]
-    assert (said["block"], said["mask"], said["layers"]) == (BLOCK, SIZES.mask_token_id, [0, 1])
+    given = blocks()
+    more = {"prompts": prompts, "new_tokens": torch.tensor(NEW)}
+    safetensors.torch.save_file({**given, **more}, tmp_path / "given")
+    ask("zlab.py", peers, *(tmp_path / name for name in ("drafter", "target", "given", "found")))
     found = safetensors.torch.load_file(tmp_path / "found")
-
-    context = drafter.context(given["features"], given["positions"][:, :known])
-    hidden = drafter.draft(given["embedded"], given["positions"][:, known:], context)
-    torch.testing.assert_close(found["hidden"], hidden, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(found["hidden"], our_hidden(drafter, given), atol=2e-5, rtol=1e-5)
 
     responses = speculate(target, Drafting(drafter, target, BLOCK), prompts.tolist(), NEW)
     compared: list[int] = []
@@ -134,6 +142,16 @@ def test_z_labs_own_program_loads_an_export_and_decodes_with_it_as_we_do(zlab: P
             whole += 1
         assert theirs[:whole] == list(response.kept[:whole])
         compared += response.kept[:whole]
-    print(f"z-lab's hidden states differ by {(found['hidden'] - hidden).abs().max():.1e} at most; cycles: {compared}")
     assert len(compared) > 20
     assert len(set(compared)) >= 4, "cycles that keep one token only would prove little"
+
+
+def test_spec_forges_model_class_loads_an_export_and_computes_what_we_do(peers: Path, tmp_path: Path) -> None:
+    drafter = Drafter(SIZES).requires_grad_(False)
+    drafter.initialise(1)
+    export.write(tmp_path / "drafter", drafter, SETTINGS)
+    given = blocks()
+    safetensors.torch.save_file(given, tmp_path / "given")
+    ask("specforge.py", peers, peers, *(tmp_path / name for name in ("drafter", "given", "found")))
+    found = safetensors.torch.load_file(tmp_path / "found")
+    torch.testing.assert_close(found["hidden"], our_hidden(drafter, given), atol=2e-5, rtol=1e-5)
