@@ -685,15 +685,21 @@ def restamp(
     *,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Drift, ...]:
-    """`compare`, and where nothing drifted although time stamps moved, note the new ones for a quick next time.
+    """`compare`, and where nothing drifted although it took hashing to know, note what makes the next time quick.
 
-    Time stamps move when an environment is copied. A prefix that cannot be written is no error: comparing is slow then.
+    Time stamps move when an environment is copied; a stamp may be missing, or of another version of this file. Where
+    the prefix cannot be written, it stays slow, which is no error.
     """
     found = _examine(python, lock, hashes=False, environ=os.environ if environ is None else environ)
     old = _read_stamp(found.who.prefix)
-    if found.moved and not found.drifts and old is not None:
+    if found.drifts or (old is not None and not found.moved):
+        return found.drifts
+    if old is None:
+        with contextlib.suppress(Failure):
+            stamp(python, lock)
+    else:
         for files in (*old["files"].values(), *old["scripts"].values()):
-            files.update({path: now for path in files if (now := found.moved.get(path)) is not None})
+            files.update({path: now for path in files if (now := (found.moved or {}).get(path)) is not None})
         with contextlib.suppress(Failure):
             _write(found.who.prefix / STAMP, json.dumps(old, separators=(",", ":"), sort_keys=True))
     return found.drifts
@@ -1203,8 +1209,12 @@ def _applies(marker: str, markers: Mapping[str, str], extras: set[str]) -> bool:
 # --------------------------------------------------------------------------------------------------------- what is said
 
 
-def failure(drifts: Sequence[Drift], variant: str, *, command: str = "nox -s train") -> Failure:
-    """The refusal: one line a drift, torch first, and the ways out."""
+def failure(drifts: Sequence[Drift], variant: str, *, command: str = "nox -s train", options: str = "") -> Failure:
+    """The refusal: one line a drift, torch first, and the ways out.
+
+    `command` is what the user typed, and `options` what of it chose the environment besides the variant, like
+    `--python 3.12`: the mending command must mend this environment and no other.
+    """
     rows = [
         (d.name, f"locked {d.locked}" if d.locked else "not locked", f"found {d.found}" if d.found else "not found",
          ", ".join(filter(None, (d.why, d.origin))))
@@ -1217,8 +1227,8 @@ def failure(drifts: Sequence[Drift], variant: str, *, command: str = "nox -s tra
     ]
     mends = []
     if any(not drift.outside for drift in drifts):
-        flag = "" if variant == _default() else f"--variant {variant} "
-        mends.append(f"`{command} -- {flag}--repair` installs the locked set")
+        words = ["" if variant == _default() else f"--variant {variant}", options, "--repair"]
+        mends.append(f"`{command} -- {' '.join(filter(None, words))}` installs the locked set")
     mends += sorted({_mend(drift) for drift in drifts if drift.outside})
     return Failure(
         Exit.DRIFT,

@@ -317,6 +317,21 @@ def test_time_stamps_that_moved_are_noted_only_when_asked_and_only_when_nothing_
     assert stamp.read_bytes() == noted
 
 
+def test_a_stamp_that_is_missing_is_made_only_when_asked_and_only_when_nothing_drifted(
+    workshop: Workshop, prefix: Path
+) -> None:
+    python, stamp = prefix / "bin" / "python", prefix / drift.STAMP
+    stamp.unlink()
+    (site(prefix) / "stray.py").write_text("")
+    assert [d.name for d in drift.restamp(python, workshop.lock)] == ["stray.py"]
+    assert not stamp.exists()
+    (site(prefix) / "stray.py").unlink()
+    assert look(prefix, workshop.lock) == []
+    assert not stamp.exists()
+    assert drift.restamp(python, workshop.lock) == ()
+    assert stamp.exists()
+
+
 def test_an_edit_that_keeps_size_and_time_stamp_is_found_by_hash_only(workshop: Workshop, prefix: Path) -> None:
     path = site(prefix) / "torch/lib/libtorch_cuda.so"
     stat = path.stat()
@@ -608,6 +623,9 @@ def test_the_mending_command_names_a_variant_that_is_not_the_default() -> None:
     refusal = drift.failure([drift.Drift("torch", "2.10.0+cu128", "2.11.0+cu130")], "cu128")
     assert refusal.hint is not None
     assert refusal.hint.startswith("`nox -s train -- --variant cu128 --repair` installs the locked set")
+    refusal = drift.failure([drift.Drift("torch", "1", "2")], "cu130", command="nox -s bake", options="--python 3.12")
+    assert refusal.hint is not None
+    assert refusal.hint.startswith("`nox -s bake -- --python 3.12 --repair` installs the locked set")
 
 
 def test_credentials_in_an_address_are_not_repeated(workshop: Workshop, prefix: Path) -> None:

@@ -81,6 +81,12 @@ def by_pip(wheel: str, *, force: bool = False) -> Callable[[Workshop, Path], obj
     return plant
 
 
+def swapped_and_synced_back(workshop: Workshop, prefix: Path) -> None:
+    """What one would do to mend it, and what leaves an environment of which uv says that it is the locked one."""
+    by_uv("torch==2.10.0", others="cu128")(workshop, prefix)
+    workshop.install(prefix, "sync", "--require-hashes", "--find-links", workshop.wheels, workshop.lock)
+
+
 def in_site(act: Callable[[Path], object]) -> Callable[[Workshop, Path], object]:
     return lambda _, prefix: act(site(prefix))
 
@@ -89,8 +95,14 @@ PLANTED = [
     Planted(
         "torch of another variant, by `uv pip install`",
         by_uv("torch==2.10.0", others="cu128"),
-        ("torch", "nvidia-cuda-runtime-cu12"),
+        ("torch", "nvidia-cuda-runtime-cu12", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
         "locked 2.11.0+cu130   found 2.10.0+cu128   asked for by name, installed by uv",
+    ),
+    Planted(
+        "the same, and synced back: both variants' cuDNN lie in one folder",
+        swapped_and_synced_back,
+        ("nvidia-cudnn-cu13",),
+        "locked 9.19.0.56   found 9.19.0.56   nvidia/cudnn/lib/libcudnn.so.9 missing",
     ),
     Planted(
         "the same version built for another CUDA, metadata and all",

@@ -103,7 +103,9 @@ _SCRIPT = "[console_scripts]\ntransformers = transformers:main\n"
 
 def other_wheels(folder: Path) -> None:
     """What somebody else might install over it."""
-    torch(folder / "cu128", "2.10.0", "cu128", requires=["numpy", "nvidia-cuda-runtime-cu12==12.8.90"], git="449b1768")
+    cuda = ["nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cudnn-cu12==9.10.2.21"]
+    torch(folder / "cu128", "2.10.0", "cu128", requires=["numpy", *cuda], git="449b1768")
+    wheel(folder / "cu128", "nvidia-cudnn-cu12", "9.10.2.21", {"nvidia/cudnn/lib/libcudnn.so.9": b"\x7fELF cudnn 9.10"})
     wheel(folder / "cu128", "nvidia-cuda-runtime-cu12", "12.8.90", {"nvidia/cuda_runtime/lib/libcudart.so.12": b"12.8"})
     torch(folder / "cpu", "2.11.0+cpu", "cpu", requires=["numpy"])
     torch(folder / "mirror", "2.11.0", "cu128", requires=["numpy"])
