@@ -172,17 +172,12 @@ def packed(course: Course, target: targets.Target) -> data.Rows:
     settings = course.request.settings
     with course.phases.measured("samples"), _track(course, "writing samples", settings.data.prompts) as bar:
 
-        def report(done: int) -> None:
-            course.check("samples are written again from the start")
-            bar.advance(done - bar.done)
+        def watch(count: int) -> None:
+            bar.advance(count)
+            course.check(f"{bar.done} of {bar.total} samples are kept in `{course.folder}`")
 
         samples = regenerate.samples(
-            settings,
-            course.text,
-            target,
-            course.folder / "samples.safetensors",
-            seed=course.request.seed,
-            report=report,
+            settings, course.text, target, course.folder, seed=course.request.seed, watch=watch
         )
     rows = data.pack(samples, settings.shapes.sequence)
     left_out = f", {rows.truncated} cut short, {rows.empty} empty" if rows.truncated or rows.empty else ""

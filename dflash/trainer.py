@@ -136,6 +136,7 @@ class Borrowed:
 
     def features(self, tokens: Tensor, document: Tensor, layer_ids: tuple[int, ...]) -> Tensor:
         """Tapped hidden states (b, S, K*H) of packed rows (b, S)."""
+        tokens, document = tokens.to(self.device), document.to(self.device)
         return targets.features(self.target, tokens, document, layer_ids).to(self.device, self.dtype)
 
 
