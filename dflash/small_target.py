@@ -32,6 +32,12 @@ MASK = BYTES + 1
 SUMMARY = "training.json"
 """In the model's folder: how it came about. Without it a folder is somebody else's and is never replaced."""
 _EVALUATION_ROWS = 32
+# Chosen by trying: 250 steps of 8 x 256 bytes of the shipped text leave 1.56 nats a byte on its held-out part with a
+# momentum of 0.95, embeddings drawn like the rest and no decay, 1.51 with the momentum below, 1.45 with all of these.
+_MOMENTUM = 0.85
+_DECAY = 0.1
+_TABLE_SCALE = 5.0
+"""How much larger than other weights the embeddings are drawn."""
 _ADAMW_SHARE = 0.1
 """AdamW's rate for embeddings, head and norms, as a share of Muon's for the matrices."""
 
@@ -174,7 +180,10 @@ def build(settings: config.Config, seed: int) -> Qwen3ForCausalLM:
     # transformers draws from the global generator: seeded for these lines, and put back.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_number("weights", seed))
-        return Qwen3ForCausalLM(shape)
+        model = Qwen3ForCausalLM(shape)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(_TABLE_SCALE)
+    return model
 
 
 def join(documents: Sequence[str]) -> Tensor:
@@ -255,7 +264,7 @@ def _optimizers(model: Qwen3ForCausalLM, recipe: config.SmallTarget) -> list[tor
     chosen = set(map(id, matrices))
     others = [weight for weight in model.parameters() if id(weight) not in chosen]
     return [
-        torch.optim.Muon(matrices, lr=recipe.lr, weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=recipe.lr, momentum=_MOMENTUM, weight_decay=_DECAY),
         torch.optim.AdamW(others, lr=recipe.lr * _ADAMW_SHARE, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
