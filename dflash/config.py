@@ -125,10 +125,12 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
-    """AdamW with a linear warm-up and a cosine to zero."""
+    """Steps, and a rate that rises linearly and falls along a cosine to zero."""
 
+    kind: Literal["adamw", "muon"]
+    """AdamW throughout, as in the paper; or Muon for matrices, which gets further in few steps, and AdamW for norms."""
     lr: float
-    """Peak learning rate."""
+    """Peak learning rate; Muon's updates are scaled to the size of AdamW's, so that one rate serves both."""
     warmup: float
     """Share of the steps over which the rate rises."""
     clip: float

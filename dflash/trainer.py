@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,17 +90,11 @@ def train(
     drafter = Drafter(settings.drafter)
     drafter.initialise(seed)
     drafter.to(device)
-    optimizer = torch.optim.AdamW(
-        drafter.parameters(),
-        lr=settings.optimizer.lr,
-        betas=settings.optimizer.betas,
-        weight_decay=settings.optimizer.weight_decay,
-        fused=True,
-    )
+    optimizers = make_optimizers(drafter, settings.optimizer)
     chunk = compiling.compile_regions(drafter)
     places = folder / "checkpoints"
     total = total_steps(len(rows.tokens), settings)
-    begun = checkpoint.resume(places, drafter, [optimizer])
+    begun = checkpoint.resume(places, drafter, optimizers)
     metrics = Metrics(folder, "metrics", begun)
     borrowed = Borrowed(target, device, DTYPES[settings.precision.compute])
     caches, first = None, None
@@ -108,7 +102,7 @@ def train(
         for step in range(begun, total):
             start = time.perf_counter()
             rate = learning_rate(step, total, settings.optimizer.lr, settings.optimizer.warmup)
-            numbers = one_step(drafter, optimizer, chunk, borrowed, rows, settings, seed=seed, step=step, rate=rate)
+            numbers = one_step(drafter, optimizers, chunk, borrowed, rows, settings, seed=seed, step=step, rate=rate)
             seconds = time.perf_counter() - start
             if caches is None:
                 caches, first = compiling.cache_counts(), seconds
@@ -116,12 +110,23 @@ def train(
             metrics.add(step + 1, numbers, {"tokens_per_second": tokens / seconds})
             watch(Step(step=step + 1, total=total, loss=numbers["loss"], tokens=tokens, seconds=seconds))
             if (step + 1) % settings.checkpoint.every == 0 or step + 1 == total or stop.asked():
-                place = checkpoint.save(places, step + 1, drafter, [optimizer], keep=settings.checkpoint.keep)
+                place = checkpoint.save(places, step + 1, drafter, optimizers, keep=settings.checkpoint.keep)
                 if stop.asked():
                     raise stop.stopped(f"step {step + 1} of {total} is saved in `{place}`")
     finally:
         metrics.close()
     return Outcome(drafter=drafter, steps=total, caches=caches, first_step=first)
+
+
+def make_optimizers(drafter: Drafter, recipe: config.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers of a recipe, over all of the drafter's float32 parameters."""
+    matrices = [weight for weight in drafter.parameters() if weight.ndim == 2 and recipe.kind == "muon"]
+    others = [weight for weight in drafter.parameters() if weight.ndim != 2 or recipe.kind != "muon"]
+    adamw = torch.optim.AdamW(others, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True)
+    if not matrices:
+        return [adamw]
+    muon = torch.optim.Muon(matrices, lr=recipe.lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return [muon, adamw]
 
 
 class Borrowed:
@@ -142,7 +147,7 @@ class Borrowed:
 
 def one_step(
     drafter: Drafter,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     chunk: Chunk,
     borrowed: Borrowed,
     rows: Rows,
@@ -196,10 +201,11 @@ def one_step(
             f"step {step + 1}: the loss is {lost}, the gradient's norm {steep}",
             hint="a lower `optimizer.lr` or a lower `optimizer.clip` may help; the newest checkpoint is untouched",
         )
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
     return {
         "epoch": _place(len(rows.tokens), settings, step)[0],
         "loss": lost,
