@@ -898,7 +898,7 @@ def _package(scene: _Scene, name: str) -> Drift | None:
     if not there:
         left = len((scene.stamp["files"].get(name, {}) if scene.stamp else {}).keys() & scene.tree.keys())
         return Drift(name, locked, "", why=f"its metadata is gone, {_count(left, 'file')} of it left" if left else "")
-    found = " and ".join(sorted({scene.found(package) for package in there}))
+    found = " and ".join(sorted({scene.found(package) for package in there} - {""}))
     if len(there) > 1:
         return Drift(name, locked, found, why=f"it has {len(there)} sets of metadata", origin=_origin(scene, there[-1]))
     package = there[0]

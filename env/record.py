@@ -32,9 +32,10 @@ _NAMED = frozenset((
     "CC", "CXX", "CPP", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH",
     "LIBRARY_PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "HOME", "TMPDIR", "XDG_CACHE_HOME", "LANG", "LC_ALL",
     "PYTHONPATH", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONNOUSERSITE", "MALLOC_CONF",
+    "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_TF32_OVERRIDE",
 ))  # fmt: skip
 _PREFIXES = (
-    "TRITON_", "TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "OMP_", "KMP_", "MKL_", "GOMP_",
+    "TRITON_", "TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "OMP_", "KMP_", "MKL_", "GOMP_",
     "INDUCTOR_", "AOT_", "PTXAS_", "DFLASH_",
 )  # fmt: skip
 _SECRET = re.compile(r"(^|_)(TOKENS?|SECRETS?|PASS|PASSWD|PASSWORD|CREDENTIALS?|AUTH|APIKEY|KEY|COOKIE)(_|$)")
@@ -177,7 +178,9 @@ def revision(root: Path, environ: Mapping[str, str]) -> dict[str, Any]:
     lines = done.stdout.splitlines()
     commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "")
     changed = [line for line in lines if not line.startswith("#")]
-    return {"revision": commit if re.fullmatch(r"[0-9a-f]{40,64}", commit) else None, "clean": not changed}
+    if not re.fullmatch(r"[0-9a-f]{40,64}", commit):
+        return {"revision": None, "clean": None}  # a checkout without a commit
+    return {"revision": commit, "clean": not changed}
 
 
 def _head(root: Path) -> str | None:

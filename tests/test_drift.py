@@ -8,14 +8,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.markers import Marker
-from tinywheels import ROOT, Workshop, listing, site
+from tinywheels import ROOT, Workshop, listing, processor_seconds, site
 
 from env import drift
 from env.errors import Exit, Failure
@@ -408,6 +409,36 @@ def test_a_lock_that_now_means_other_files_of_the_same_version_is_noticed(
         "torch",
         "the lock now allows other files for this version than when it was installed",
     )
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is such a thing: making thousands of files takes a busy disk minutes."""
+    place = Path("/dev/shm")  # not a predictable name: mkdtemp
+    with tempfile.TemporaryDirectory(dir=place if os.access(place, os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
+
+
+def test_an_undrifted_environment_of_real_size_costs_less_than_half_a_second(workshop: Workshop, memory: Path) -> None:
+    """As many files, folders and lines of RECORD as the cu130 set has, in processor time, Python's start included."""
+    prefix = workshop.copy(memory / "environment")
+    files = []
+    for folder in (f"torch/many{number:03}" for number in range(235)):
+        (site(prefix) / folder).mkdir()
+        files += [f"{folder}/{number:03}.py" for number in range(100)]
+    for path in files:
+        (site(prefix) / path).touch()
+    with (site(prefix) / "torch-2.11.0.dist-info/RECORD").open("a") as record:
+        record.writelines(f"{path},sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU,0\n" for path in files)
+    drift.stamp(prefix / "bin/python", workshop.lock, hashes=False)
+    command = [sys.executable, str(DRIFT), "--python", str(prefix / "bin/python"), "--lock", str(workshop.lock)]
+    costs = []
+    for _ in range(3):
+        before = processor_seconds()
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        costs.append(processor_seconds() - before)
+    assert "235" in said
+    assert min(costs) < 0.5, costs
 
 
 # ---------------------------------------------------------------------------------------------------- without a stamp
