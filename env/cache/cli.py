@@ -1,0 +1,356 @@
+"""`python -m env cache COMMAND`: the caches of this machine, by hand. The launch does the same by itself."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from env.cache import examine, explain, pins, places, sign, store, verify
+from env.cache import manifest as manifests
+from env.cache.canonical import Json, strict
+from env.errors import Exit, Failure, report
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; its exit code. Failures are reported here, because some commands go on after one."""
+    options = _parser().parse_args(list(argv))
+    command: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return command(options)
+    except Failure as failure:
+        return report(failure)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cache", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        made.set_defaults(run=run)
+        return made
+
+    def identity(made: argparse.ArgumentParser) -> None:
+        made.add_argument(
+            "--factors", metavar="FILE", help="what to compare with, as `factors` prints it; - for standard input"
+        )
+        made.add_argument("--config", help="a preset's name or a TOML file, to find that out here")
+        made.add_argument("--device", default="cuda:0", help="cuda:0, cuda:5, cpu")
+        made.add_argument("--variant", help="the environment to ask; the default one if left out")
+
+    def unsigned(made: argparse.ArgumentParser) -> None:
+        made.add_argument(
+            "--allow-unsigned", action="store_true", help="also use a cache that nobody trusted has signed"
+        )
+
+    made = command("list", _list, "Show the caches of this machine: size, age, what for, and why they do not fit.")
+    identity(made)
+    made.add_argument("--json", action="store_true", help="print JSON")
+
+    made = command("seal", _seal, "Seal a directory of caches that a real step has filled.")
+    made.add_argument("source", type=Path, help="what TORCHINDUCTOR_CACHE_DIR was")
+    made.add_argument(
+        "--replay", required=True, metavar="FILE", help="what a replay from it printed: the hits to promise"
+    )
+    made.add_argument("--key", type=Path, help="sign with this key (ssh-keygen -Y)")
+    made.add_argument("--parent", help="the digest of the cache that it was made from")
+    made.add_argument("--to", type=Path, help="the folder below which sealed caches go")
+    identity(made)
+
+    made = command("seed", _seed, "Copy a sealed cache to this node and print where it is.")
+    made.add_argument("folder", type=Path)
+    unsigned(made)
+
+    made = command("verify", _verify, "Check a sealed cache's files, or what a replay counted with it.")
+    made.add_argument("folder", type=Path)
+    made.add_argument("--replay", metavar="FILE", help="what `python -m dflash.replay` printed; - for standard input")
+    identity(made)
+    unsigned(made)
+
+    made = command("explain", _explain, "Say why a cache does not fit: what differs, both values, what to do.")
+    made.add_argument("folder", type=Path, nargs="?", help="the nearest one if left out")
+    identity(made)
+
+    made = command("prune", _prune, "Free caches. Shows what it would free unless --yes is given.")
+    made.add_argument("--keep", type=int, default=0, metavar="N", help="of each kind, keep the N last used")
+    made.add_argument("--older-than", metavar="DAYS", type=float, help="only those unused for so many days")
+    made.add_argument("--yes", action="store_true", help="do it")
+
+    made = command("trust", _trust, "Take over a sealed cache: note that its manifest is believed from now on.")
+    made.add_argument("folder", type=Path)
+
+    made = command("factors", _factors, "Print every factor of this process's cache keys as JSON. Needs torch.")
+    identity(made)
+    return parser
+
+
+# What this machine needs a cache for
+
+
+def _present(options: argparse.Namespace, *, needed: bool) -> store.Identity | None:
+    """The identity to compare with: from a file, or from the training environment.
+
+    Raises:
+        Failure: Exit.USAGE when it is needed and neither is told.
+    """
+    if options.factors:
+        return store.read_identity(_input(options.factors))
+    if options.config:
+        if importlib.util.find_spec("torch") is not None:
+            return present(options.config, options.device)
+        return store.read_identity(_asked(options))
+    if needed:
+        raise Failure(
+            Exit.USAGE,
+            "what should it be compared with?",
+            hint="`--config NAME` asks the training environment here, `--factors FILE` reads what `factors` printed",
+        )
+    return None
+
+
+def present(config: str, device: str) -> store.Identity:
+    """What this process would need a cache for, to train a configuration on a device; torch must be there.
+
+    Raises:
+        Failure: see `dflash.config.load`, `factors.collect` and `env.gpus.read`.
+    """
+    from dataclasses import asdict
+
+    from dflash import config as configurations
+    from dflash import graphs
+    from env import gpus
+    from env.cache.factors import collect
+
+    settings = configurations.load(config)
+    kind, _, index = device.partition(":")
+    collected = collect(device)
+    if kind == "cpu":
+        return store.Identity(
+            factors=collected, graph_id=graphs.graph_id(settings, kind), gpu_id="cpu", gpu={"name": "cpu"}
+        )
+    card = gpus.read(int(index or 0))
+    properties = {name: value for name, value in asdict(card).items() if name in gpus.DECIDES}
+    return store.Identity(
+        factors=collected, graph_id=graphs.graph_id(settings, kind), gpu_id=gpus.gpu_id(card), gpu=properties
+    )
+
+
+def _asked(options: argparse.Namespace) -> bytes:
+    """The identity that the training environment's Python finds, with what a launch would pin."""
+    from env import bootstrap, environment, variants
+
+    variant = variants.load().variant(options.variant)
+    python = environment.python_of(variant.name)
+    if not python.exists():
+        raise Failure(
+            Exit.USAGE,
+            "there is no training environment yet to ask",
+            hint="`nox -s train` makes it, or give `--factors FILE`",
+        )
+    environ, _ = pins.pinned(bootstrap.environment(os.environ), python)
+    command = [str(python), "-m", "env", "cache", "factors", "--config", options.config, "--device", options.device]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        raise Failure(
+            Exit(done.returncode) if done.returncode in set(Exit) else Exit.BUG, "the factors could not be had"
+        )
+    return done.stdout
+
+
+def _input(name: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise Failure(Exit.INPUT, f"cannot read {name}: {error.strerror}") from error
+
+
+def _replay(name: str) -> Mapping[str, Any]:
+    try:
+        table = strict(_input(name))
+    except ValueError as error:
+        raise Failure(Exit.INPUT, f"{name} is no replay's record: {error}") from error
+    if not isinstance(table, dict):
+        raise Failure(Exit.INPUT, f"{name} is no replay's record")
+    return table
+
+
+def _policy(options: argparse.Namespace) -> str | None:
+    return "unsigned" if options.allow_unsigned else None
+
+
+def _believed(options: argparse.Namespace) -> sign.Trust:
+    return sign.trust(places.trust_folders(), policy=_policy(options))
+
+
+# Commands
+
+
+def _factors(options: argparse.Namespace) -> int:
+    if options.config:
+        sys.stdout.buffer.write(store.identity_bytes(present(options.config, options.device)))
+    else:
+        from env.cache.factors import collect
+
+        print(json.dumps(collect(options.device), indent=1, sort_keys=True, ensure_ascii=False))
+    return int(Exit.DONE)
+
+
+def _list(options: argparse.Namespace) -> int:
+    home = places.cache_home().path
+    caches = store.stored(home)
+    wanted = _present(options, needed=False)
+    rows = [_row(cache, wanted) for cache in caches]
+    if options.json:
+        print(json.dumps(rows, indent=1, ensure_ascii=False))
+        return int(Exit.DONE)
+    if not rows:
+        print(f"no caches in {home}")
+    for row in rows:
+        size, age = _megabytes(int(row["size"])), _age(float(row["used"]))
+        print(f"{row['kind']:<7} {row['cache_id'][:16]}  {size:>9}  {age:>8}  {row['gpu']}  {row['path']}")
+        for reason in row["reasons"]:
+            print(f"        {reason}")
+    if rows and wanted is None:
+        print("`--config NAME` also says which fit this machine, and why the others do not")
+    return int(Exit.DONE)
+
+
+def _row(cache: store.Stored, wanted: store.Identity | None) -> dict[str, Any]:
+    """A cache as `list` shows it; the reasons why it does not fit, at most three and then their number."""
+    identity = cache.identity or {}
+    reasons = [f"cannot be used: {cache.problem}"] if cache.problem else []
+    fits = None
+    if wanted is not None and cache.identity is not None:
+        fits = cache.cache_id == wanted.cache_id
+        found = [] if fits else explain.differences(identity, wanted.flat(), variables=store.variables())
+        reasons += [difference.sentence() for difference in found[:3]]
+        reasons += [f"and {len(found) - 3} more: `python -m env cache explain {cache.path}`"] if len(found) > 3 else []
+        reasons += ["fits"] if fits else []
+    return {
+        "kind": cache.kind,
+        "cache_id": cache.cache_id,
+        "digest": cache.digest,
+        "path": str(cache.path),
+        "size": cache.size,
+        "used": cache.used,
+        "gpu": str(identity.get("gpu.name", "?")),
+        "fits": fits,
+        "reasons": reasons,
+    }
+
+
+def _seal(options: argparse.Namespace) -> int:
+    from env.cache.seal import seal
+
+    home = places.cache_home().path
+    identity = _present(options, needed=True)
+    assert identity is not None
+    replay = _replay(options.replay)
+    counts = {name: replay.get("counts", {}).get(name, 0) for name in manifests.COUNTS}
+    place, manifest = seal(
+        options.source,
+        options.to or home / "sealed",
+        graph_id=identity.graph_id,
+        gpu_id=identity.gpu_id,
+        gpu=identity.gpu,
+        factors=identity.factors,
+        counts=counts,
+        details=replay.get("details"),
+        parent=options.parent,
+        key=options.key,
+        trust=home / "trust",
+    )
+    print(f"{place}  {len(manifest.files)} files, {_megabytes(manifest.size)}, digest {manifest.digest}")
+    return int(Exit.DONE)
+
+
+def _seed(options: argparse.Namespace) -> int:
+    from env.cache.seed import seed
+
+    home = places.cache_home()
+    if home.notice:
+        print(home.notice, file=sys.stderr)
+    place, _, who = seed(options.folder, home.path, _believed(options))
+    print(who, file=sys.stderr)
+    print(place)
+    return int(Exit.DONE)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    manifest, who = examine.examine(options.folder, _believed(options))
+    print(f"{options.folder}: {len(manifest.files)} files as the manifest says, {who}")
+    if not options.replay:
+        return int(Exit.DONE)
+    here = _present(options, needed=False)
+    verdict = verify.judge(
+        manifest,
+        _replay(options.replay),
+        here=here.flat() if here is not None else None,
+        sealed_details=examine.read_details(options.folder, manifest),
+        variables=store.variables(),
+    )
+    if verdict.problems:
+        raise verdict.failure(str(options.folder))
+    print(verdict.sentence())
+    return int(Exit.DONE)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    wanted = _present(options, needed=True)
+    assert wanted is not None
+    here: Mapping[str, Json] = wanted.flat()
+    if options.folder is not None:
+        sealed, name = manifests.read(options.folder)[0].identity(), str(options.folder)
+        found = explain.differences(sealed, here, variables=store.variables())
+    else:
+        caches = [cache for cache in store.stored(places.cache_home().path) if cache.kind == "sealed"]
+        near = store.nearest(wanted, caches)
+        if near is None:
+            raise Failure(Exit.CACHE, "there is no sealed cache here to compare with", hint="`nox -s bake` makes one")
+        name, found = str(near[0].path), near[1]
+    print(f"{name}: {'it fits, every factor is equal' if not found else f'{len(found)} factors differ'}")
+    for difference in found:
+        print(f"  {difference.sentence()}")
+    return int(Exit.CACHE if found else Exit.DONE)
+
+
+def _prune(options: argparse.Namespace) -> int:
+    home = places.cache_home().path
+    older = options.older_than * 86400 if options.older_than is not None else None
+    going = store.doomed(store.stored(home), home=home, keep=options.keep, older_than=older)
+    freed = 0
+    for cache in going:
+        stays = store.free(cache) if options.yes else None
+        freed += 0 if stays else cache.size
+        what = f"kept, {stays}" if stays else ("freed" if options.yes else "would be freed")
+        print(f"{what}: {cache.path}  {_megabytes(cache.size)}, last used {_age(cache.used)} ago")
+    verb = "freed" if options.yes else "would be freed; `--yes` does it"
+    print(f"{_megabytes(freed)} {verb}" if going else "nothing to free")
+    return int(Exit.DONE)
+
+
+def _trust(options: argparse.Namespace) -> int:
+    # everything but the signature is checked first: only a whole cache can be taken over
+    manifest, _ = examine.examine(options.folder, sign.Trust(policy="unsigned"))
+    _, data = manifests.read(options.folder)
+    folder = places.cache_home().path / "trust"
+    sign.remember(data, folder, f"taken over from {options.folder}")
+    print(f"{manifest.cache_id} is believed from now on ({folder / 'known'})")
+    return int(Exit.DONE)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+def _age(used: float) -> str:
+    hours = max(0.0, time.time() - used) / 3600
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.0f} days"
