@@ -22,7 +22,7 @@ FACTORS: dict[str, Any] = {
     "inductor.cpp.cxx": [None, "g++"],
     "inductor.max_autotune": False,
 }
-GPU = {"name": "NVIDIA H200", "multi_processor_count": 132, "source": "read off a card"}
+GPU: dict[str, Any] = {"name": "NVIDIA H200", "multi_processor_count": 132, "source": "read off a card"}
 COUNTS = {"autograd_hit": 1, "fx_hit": 2, "triton_hit": 3}
 
 

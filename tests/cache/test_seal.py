@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import pickle
@@ -16,7 +17,6 @@ import pytest
 from caches import COUNTS, FACTORS, GPU, believed, identity, make_sealed, make_source, opened
 
 from env.cache import examine, manifest, normal, seal
-from env.cache.manifest import Manifest
 from env.errors import Exit, Failure
 from env.variants import ROOT
 
@@ -97,10 +97,8 @@ def test_a_planted_folder_with_the_right_digest_is_not_taken_for_ours(tmp_path: 
     _, honest = make_sealed(tmp_path / "honest", source=make_source(tmp_path / "source"))
     planted = tmp_path / "sealed" / identity()
     planted.mkdir(parents=True)
-    other = {name: getattr(honest, name) for name in Manifest.__dataclass_fields__} | {
-        "counts": {**COUNTS, "fx_hit": 9}
-    }
-    (planted / manifest.NAME).write_bytes(Manifest(**other).to_bytes())
+    lying = dataclasses.replace(honest, counts={**COUNTS, "fx_hit": 9})
+    (planted / manifest.NAME).write_bytes(lying.to_bytes())
     place, _ = make_sealed(tmp_path, source=tmp_path / "source")
     assert place != planted
 
