@@ -15,6 +15,7 @@ COMMANDS = {
     "typecheck": "env.checks:typecheck",
     "lock": "env.lock:main",
     "drift": "env.drift:main",
+    "id": "env.identity:main",
     "doctor": "env.doctor:main",
 }
 """Each command's `module:function`, which takes the remaining arguments and returns an exit code."""

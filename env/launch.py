@@ -83,9 +83,10 @@ def main(argv: Sequence[str]) -> int:
     else:
         python = environment.ensure(variant.name, python=options.python)
     environ = bootstrap.environment(os.environ)
+    environ.pop(bootstrap.FRONT_DOOR, None)  # how we were called is no part of what a run ran in
     drifts = drift.compare(python, variant.lock, environ=environ)
     if drifts:
-        refusal = drift.failure(drifts, variant.name, command=command(program, environ))
+        refusal = drift.failure(drifts, variant.name, command=_command(program))
         if not options.allow_drift:
             raise refusal
         say(f"going on in an environment that is not the locked one ({variant.name}), as `--allow-drift` says")
@@ -110,10 +111,10 @@ def main(argv: Sequence[str]) -> int:
     bootstrap.become([str(python), "-m", *program], environ)
 
 
-def command(program: Sequence[str], environ: Mapping[str, str]) -> str:
+def _command(program: Sequence[str]) -> str:
     """The command that the user typed, as far as a hint needs it: `nox -s train` or `python3 noxfile.py -s train`."""
     session = program[1] if len(program) > 1 else "train"
-    return f"{environ.get(bootstrap.FRONT_DOOR, 'nox')} -s {session}"
+    return f"{os.environ.get(bootstrap.FRONT_DOOR, 'nox')} -s {session}"
 
 
 def pinned(environ: Mapping[str, str], python: Path, inductor: Path) -> dict[str, str]:

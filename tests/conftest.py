@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clones import Clone
 from wheelhouse import Wheelhouse, only
 
 from env import bootstrap
@@ -24,3 +25,9 @@ def package_index(tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch) 
     with house.served() as address:
         only(address, tmp_path, monkeypatch)
         yield house
+
+
+@pytest.fixture
+def clone(tmp_path: Path, package_index: Wheelhouse) -> Clone:
+    """A small clone of the project, with the real tools."""
+    return Clone(tmp_path / "clone", package_index).with_tools()

@@ -191,9 +191,10 @@ def test_an_installation_that_is_stopped_leaves_none_and_the_next_one_succeeds(
     try:
         wait_for(lambda: any(path.endswith(".whl") for path in place.house.asked))
         process.send_signal(number)
-        code = process.wait(30)
+        code = process.wait(60)
     finally:
         process.kill()
+        process.wait()
         place.house.hold.set()
     assert code == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}[number]
     assert not environment.python_of("cu130").exists()
@@ -216,10 +217,10 @@ def start(place: Place) -> subprocess.Popen[bytes]:
 
 
 def in_a_process(place: Place) -> None:
-    assert start(place).wait(60) == 0
+    assert start(place).wait(240) == 0
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"

@@ -81,7 +81,7 @@ def only(address: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
     settings.write_text(f"[global]\nindex-url = {address}\n")
     patch.setenv("PIP_CONFIG_FILE", str(settings))
     patch.setenv("PIP_CACHE_DIR", str(folder / "pip-cache"))
-    patch.setenv("PIP_RETRIES", "0")
+    patch.setenv("PIP_RETRIES", "1")  # with none at all, pip does not say that it was the network
     patch.setenv("UV_CACHE_DIR", str(folder / "uv-cache"))
     patch.setenv("UV_HTTP_RETRIES", "0")
 
