@@ -472,7 +472,8 @@ def _installed(sites: Sequence[Path]) -> list[Installed]:
                 found.append(_read_info(site / entry, info))
             elif entry.endswith((".egg-info", ".egg-link")):
                 name, _, version = entry.rsplit(".", 1)[0].partition("-")
-                found.append(Installed(normalise(name), version.partition("-")[0], info, "installed the old way", ()))
+                version = version.partition("-")[0] or "?"
+                found.append(Installed(normalise(name), version, info, "installed the old way", ()))
     return found
 
 
@@ -500,7 +501,7 @@ def _read_info(folder: Path, info: str) -> Installed:
         if not left_over and normalise(header.get("Name", "")) != name:
             problem = problem or "its METADATA is garbled"
         version = header.get("Version", version)
-    return Installed(name, version, info, problem, tuple(requires))
+    return Installed(name, version or "?", info, problem, tuple(requires))
 
 
 @dataclass(frozen=True)
@@ -898,7 +899,7 @@ def _package(scene: _Scene, name: str) -> Drift | None:
     if not there:
         left = len((scene.stamp["files"].get(name, {}) if scene.stamp else {}).keys() & scene.tree.keys())
         return Drift(name, locked, "", why=f"its metadata is gone, {_count(left, 'file')} of it left" if left else "")
-    found = " and ".join(sorted({scene.found(package) for package in there} - {""}))
+    found = " and ".join(sorted({scene.found(package) for package in there}))
     if len(there) > 1:
         return Drift(name, locked, found, why=f"it has {len(there)} sets of metadata", origin=_origin(scene, there[-1]))
     package = there[0]

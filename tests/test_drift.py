@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -597,6 +598,11 @@ def test_a_broken_environment_gets_a_sentence_and_never_a_traceback(
     for part in told:
         assert part in sentence
     assert len(sentence.splitlines()) <= 2, sentence
+    imported = drift.failure(look(prefix, workshop.lock), "cu130")
+    assert "\n".join(" ".join(line.split()) for line in imported.details) == sentence
+    if not (prefix / "bin" / "python").exists():
+        with pytest.raises(Failure, match=r"does not exist|is gone"):
+            drift.stamp(prefix / "bin" / "python", workshop.lock)
 
 
 # ---------------------------------------------------------------------------------------------------- from the outside
@@ -616,6 +622,57 @@ def test_modules_on_pythonpath_that_come_before_locked_ones_are_named(
     ]
     refusal = drift.failure(found, "cu130")
     assert refusal.hint == f"take `{folder}` out of PYTHONPATH; `--allow-drift` goes on as it is"
+
+
+def test_the_users_own_packages_are_named_where_they_come_before_locked_ones(
+    workshop: Workshop, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A virtual environment does not look there; a Python of the system, as in an image, does."""
+    (tmp_path / "user" / "numpy").mkdir(parents=True)
+    (tmp_path / "user" / "numpy" / "__init__.py").write_text("")
+    ask = drift.interpreter
+    monkeypatch.setattr(drift, "interpreter", lambda python: replace(ask(python), user_site=tmp_path / "user"))
+    (found,) = drift.compare(prefix / "bin/python", workshop.lock, environ={})
+    assert (found.name, found.why) == ("user site", "numpy there comes first")
+    assert drift.failure([found], "cu130").hint == (
+        "`PYTHONNOUSERSITE=1` leaves the user site out; `--allow-drift` goes on as it is"
+    )
+    assert drift.compare(prefix / "bin/python", workshop.lock, environ={"PYTHONNOUSERSITE": "1"}) == ()
+
+
+def test_a_python_that_is_no_virtual_environment_is_compared_with_its_own_site_packages(workshop: Workshop) -> None:
+    who = drift.interpreter(Path(sys.base_prefix) / "bin" / f"python{MINOR}")
+    assert who.problem == ""
+    assert not who.system_site
+    assert who.user_site is not None
+    assert all(str(place).startswith(("/usr", sys.base_prefix)) for place in who.sites)
+    names = {d.name for d in drift.compare(who.python, workshop.lock, environ={})}
+    assert {"torch", "triton"} <= names
+
+
+def test_what_was_installed_the_old_way_is_named(workshop: Workshop, prefix: Path) -> None:
+    (site(prefix) / "Flash_Attn-2.8-py3.11.egg-info").mkdir()
+    (site(prefix) / "apex.egg-link").write_text("/home/me/apex\n")
+    found = [(d.name, d.found, d.why) for d in look(prefix, workshop.lock) if not d.files]
+    assert found == [("apex", "?", "installed the old way"), ("flash-attn", "2.8", "installed the old way")]
+
+
+def test_an_extra_of_a_requirement_tells_who_brought_a_package_in(workshop: Workshop, prefix: Path) -> None:
+    """Torch asks for `cuda-toolkit[cublas]`, and only with that extra does it ask for `nvidia-cublas`."""
+    for name, version, requires in (
+        ("engine", "1.0", "toolkit[blas] ; sys_platform != 'win32'"),
+        ("toolkit", "13.0", "blas==13.1.* ; extra == 'blas'"),
+        ("blas", "13.1.0", "curl ~= 1.0 ; python_version ~= '3.8'"),
+    ):
+        folder = site(prefix) / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\nRequires-Dist: {requires}\n\n")
+        (folder / "RECORD").write_text("")
+    assert [(d.name, d.origin) for d in look(prefix, workshop.lock)] == [
+        ("engine", ""),
+        ("blas", "required by toolkit 13.0, for engine 1.0"),
+        ("toolkit", "required by engine 1.0"),
+    ]
 
 
 def test_the_project_itself_on_pythonpath_is_no_drift(workshop: Workshop, prefix: Path) -> None:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -35,10 +35,11 @@ def prefix(workshop: Workshop, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def table() -> Iterator[list[tuple[str, str, str]]]:
-    rows: list[tuple[str, str, str]] = []
+def table() -> Iterator[list[tuple[str, ...]]]:
+    rows: list[tuple[str, ...]] = []
     yield rows
-    lines = ["| planted | named as | told |", "| --- | --- | --- |", *(f"| {a} | {b} | {c} |" for a, b, c in rows)]
+    head = ("planted", "named", "told of the first", "exit code", "changed by the refusal", "after `--repair`")
+    lines = ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)]
     if where := os.environ.get("DRIFT_TABLE"):
         Path(where).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n" + "\n".join(lines))
@@ -211,7 +212,7 @@ PLANTED = [
 
 @pytest.mark.parametrize("case", PLANTED, ids=lambda case: case.what)
 def test_a_planted_drift_is_named_and_refused_and_nothing_is_touched_until_it_is_mended(
-    case: Planted, workshop: Workshop, prefix: Path, table: list[tuple[str, str, str]]
+    case: Planted, workshop: Workshop, prefix: Path, table: list[tuple[str, ...]]
 ) -> None:
     assert gate(prefix, workshop.lock).returncode == Exit.DONE
     case.plant(workshop, prefix)
@@ -230,12 +231,16 @@ def test_a_planted_drift_is_named_and_refused_and_nothing_is_touched_until_it_is
     assert "`--allow-drift`" in hint
     told = json.loads(gate(prefix, workshop.lock, "--json").stdout)
     assert {d["name"] for d in told["drifts"]} == set(case.names)
-    table.append((case.what, ", ".join(f"`{name}`" for name in case.names), _told(told["drifts"], case.names[0])))
+    imported = drift.compare(prefix / "bin" / "python", workshop.lock, environ={})
+    assert json.loads(json.dumps([asdict(d) for d in imported])) == told["drifts"]
 
     assert "`nox -s train -- --repair` installs the locked set" in hint
     workshop.make(prefix)
     mended = gate(prefix, workshop.lock)
     assert mended.returncode == Exit.DONE, mended.stderr
+    names = ", ".join(f"`{name}`" for name in case.names)
+    first = _told(told["drifts"], case.names[0])
+    table.append((case.what, names, first, str(refused.returncode), "nothing", f"exit code {mended.returncode}"))
 
 
 def _told(drifts: list[dict[str, str]], name: str) -> str:
