@@ -77,12 +77,19 @@ class PromptLookup:
 
 def follow(text: Sequence[int], count: int) -> list[int]:
     """What prompt lookup proposes after a text: `count` tokens, all NOTHING where its last token is new."""
-    for length in range(min(LONGEST, len(text) - 1), 0, -1):
-        suffix = list(text[-length:])
-        for start in range(len(text) - length - 1, -1, -1):
-            if list(text[start : start + length]) == suffix:
-                copied = list(text)
-                for place in range(start + length, start + length + count):
-                    copied.append(copied[place])
-                return copied[len(text) :]
-    return [NOTHING] * count
+    longest, source = 0, 0
+    for end in range(len(text) - 2, -1, -1):
+        if text[end] == text[-1]:
+            length = 1
+            while length < min(LONGEST, end + 1) and text[end - length] == text[-1 - length]:
+                length += 1
+            if length > longest:
+                longest, source = length, end + 1
+                if length == LONGEST:
+                    break
+    if longest == 0:
+        return [NOTHING] * count
+    copied = list(text)
+    for place in range(source, source + count):
+        copied.append(copied[place])
+    return copied[len(text) :]
