@@ -340,7 +340,7 @@ def _assignments(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[
                 yield f"{prefix}{target.id}", names
 
 
-VARIABLE = re.compile(r"CXX|[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
+VARIABLE = re.compile(r"CXX|CI|[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 """How the variables are written that torch's configuration modules ask for."""
 
 

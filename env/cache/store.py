@@ -347,7 +347,7 @@ def doomed(caches: Sequence[Stored], *, home: Path, keep: int = 0, older_than: f
     now = time.time()
     found = []
     for kind in KINDS:
-        mine = [cache for cache in caches if cache.kind == kind and cache.path.is_relative_to(home)]
+        mine = [cache for cache in caches if cache.kind == kind and cache.path.parent == home / kind]
         mine.sort(key=lambda cache: -cache.used)
         found += [cache for cache in mine[keep:] if older_than is None or now - cache.used >= older_than]
     return found

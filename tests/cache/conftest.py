@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("any machine", deadline=None)  # a busy one would fail for its slowness alone
+settings.load_profile("any machine")
 
 
 def mounted(where: Path, *options: str) -> Iterator[Path]:
