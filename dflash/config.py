@@ -298,8 +298,8 @@ def parse(tables: dict[str, Any], source: str) -> Config:
 
 
 def to_tables(config: Config) -> dict[str, Any]:
-    """The configuration as plain tables, as they are written to a run's folder and enter its identity."""
-    tables: dict[str, Any] = msgspec.to_builtins(config)
+    """The configuration as plain tables, as they are written to a run's folder and read back from it."""
+    tables: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
     return {key: value for key, value in tables.items() if value is not None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,9 @@ def tiny_with(**changes: dict[str, object]) -> dict[str, object]:
 @pytest.mark.parametrize("name", config.presets())
 def test_every_preset_is_a_configuration_and_survives_being_written(name: str) -> None:
     settings = config.load(name)
-    assert config.parse(config.to_tables(settings), name) == settings
+    tables = config.to_tables(settings)
+    assert config.parse(tables, name) == settings
+    assert json.loads(json.dumps(tables)) == tables
 
 
 def test_the_presets_are_the_three_that_the_help_names() -> None:
