@@ -56,6 +56,8 @@ class Facts:
 def load(name: str, *, device: torch.device, dtype: torch.dtype) -> Target:
     """Load a folder in transformers' format, or a model of the hub by its name, frozen.
 
+    Code that comes with a model is never run: only architectures that transformers itself has.
+
     Raises:
         Failure: Exit.INPUT, when there is no such model, it cannot be read whole, or it has no tokenizer;
             Exit.UNREACHABLE, when it would have to be fetched and the hub does not answer.
@@ -65,9 +67,11 @@ def load(name: str, *, device: torch.device, dtype: torch.dtype) -> Target:
     with quiet():
         try:
             # Cheap, and without it a name that is no model would only be noticed after the tokenizer's files.
-            AutoConfig.from_pretrained(name)
+            AutoConfig.from_pretrained(name, trust_remote_code=False)
             # An explicit type: what transformers annotates leaves the second form of the result out.
-            pair: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
+            pair: Any = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype, output_loading_info=True, trust_remote_code=False
+            )
             model, loaded = pair
         except _UNUSABLE as error:
             raise _refusal(name, error) from None
@@ -76,7 +80,7 @@ def load(name: str, *, device: torch.device, dtype: torch.dtype) -> Target:
             # transformers would draw them at random and only warn.
             raise Failure(Exit.INPUT, f"the target `{name}` lacks {len(absent)} of its weights, `{absent[0]}` first")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except _UNUSABLE as error:
             raise Failure(Exit.INPUT, f"the target `{name}` has no usable tokenizer: {_sentence(error)}") from None
         # For some architectures transformers makes up an empty tokenizer where there are no files.
@@ -226,7 +230,7 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
         # It does not take a mask for each pair of tokens.
         return False
     alone = _tap(model, second[None], None, last)
-    near = (after_first - alone).float().norm() <= 0.02 * alone.float().norm()
+    near = (after_first - alone).float().norm() <= 0.1 * alone.float().norm()
     return bool(near) and torch.equal(after_first, after_other)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from test_target import model, wrapped
 
 from dflash import config, regenerate, small_target, target, text
 from dflash.data import Sample
@@ -91,6 +92,15 @@ def test_continuations_are_the_targets_own_greedy_choices() -> None:
         logits = whole.model(input_ids=torch.tensor([start + answer])).logits[0, len(start) - 1 : -1]
         assert logits.argmax(-1).tolist() == answer
     assert len({tuple(answer) for answer in found}) > 10
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral-sliding", "gpt2", "qwen3-next"])
+def test_continuations_of_other_architectures_are_greedy_too(kind: str) -> None:
+    whole = wrapped(model(kind))
+    prompt = torch.tensor(regenerate.prompts(whole, LINES, 3, 10, seed=0))
+    for start, answer in zip(prompt.tolist(), regenerate.continuations(whole, prompt, 8), strict=True):
+        logits = whole.model(input_ids=torch.tensor([start + answer])).logits[0, len(start) - 1 : -1]
+        assert logits.argmax(-1).tolist() == answer
 
 
 def test_a_models_own_sampling_settings_change_nothing() -> None:

@@ -279,6 +279,16 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none").message.endswith("does not exist")
 
 
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    write(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Mine"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    assert "holds no usable model" in refusal(tmp_path).message
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_folder_without_weights_or_with_broken_ones_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     weights = tmp_path / "model.safetensors"
