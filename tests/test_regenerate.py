@@ -201,7 +201,8 @@ def watch(count):
         print("three", flush=True)
 regenerate.samples(tests.settings(), tests.TEXT, tests.tiny(), Path({str(tmp_path)!r}), seed=0, watch=watch)
 """
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    paths = [str(Path(__file__).parent.parent), *sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"three\n"

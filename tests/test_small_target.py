@@ -68,7 +68,7 @@ small_target.train(
     tests.settings(), tests.TEXT, Path({str(folder)!r}), seed=0, device=tests.CPU, stop=lambda: None, report=report
 )
 """
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:
