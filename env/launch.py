@@ -37,6 +37,15 @@ class Options:
     """`--allow-drift`: go on in an environment that is not the locked one, and write that into the run's record."""
 
 
+HELP = """\
+Options of every session that runs in a locked environment; all others are the program's own:
+  --variant cu128|cu130|cu132  another torch and CUDA than the default
+  --python 3.12                another Python than the one that runs the noxfile
+  --repair                     make the environment anew from its lock first
+  --allow-drift                go on in an environment that is not the locked one, and record that
+"""
+
+
 def take(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     """Split what is ours from what is the program's; from a `--` on, everything is the program's."""
     values: dict[str, str | None] = {"--variant": None, "--python": None}
@@ -108,6 +117,8 @@ def main(argv: Sequence[str]) -> int:
     place.parent.mkdir(exist_ok=True)
     record.write(place, facts)
     environ["DFLASH_ENVIRONMENT"] = str(place)
+    if {"-h", "--help"}.intersection(program):
+        print(HELP)
     bootstrap.become([str(python), "-m", *program], environ)
 
 

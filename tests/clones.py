@@ -63,9 +63,8 @@ class Clone:
         return self._run([sys.executable, "noxfile.py", *arguments], self.environ(**more))
 
     def env(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        """Run `python -m env ARGUMENTS` with the tools' Python, as a session does."""
-        python = str(self.root / ".nox" / f"tools-py{bootstrap.python_version()}" / "bin" / "python")
-        return self._run([python, "-m", "env", *arguments], self.environ(**more))
+        """Run `python -m env ARGUMENTS`, as a session does; with this Python, which measures coverage."""
+        return self._run([sys.executable, "-m", "env", *arguments], self.environ(**more))
 
     def start(self, *arguments: str, group: bool = False) -> subprocess.Popen[str]:
         """Start `python3 noxfile.py ARGUMENTS`; its output comes through a pipe."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from clones import Clone
 
-from env import launch
+from env import launch, variants
 from env.errors import Exit, Failure
 
 TRAINER = '''
@@ -87,6 +87,13 @@ def test_the_program_runs_in_the_locked_environment_with_its_record(clone: Clone
     assert record["drift"] == []
     inductor = Path(environ["TORCHINDUCTOR_CACHE_DIR"])
     assert inductor == tmp_path / "dflash" / "inductor" / record["env_id"][:16]
+
+
+def test_help_tells_our_options_too_and_names_every_variant(clone: Clone) -> None:
+    done = clone.env("launch", "dflash", "train", "--help")
+    assert done.stdout.startswith(launch.HELP)
+    assert told(done.stdout)["arguments"] == ["train", "--help"]
+    assert "|".join(variants.load().variants) in launch.HELP
 
 
 def test_equal_launches_share_one_record(clone: Clone, tmp_path: Path) -> None:
