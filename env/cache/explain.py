@@ -102,6 +102,10 @@ def _causes(found: list[Difference]) -> list[Difference]:
         dropped |= {"triton.key", "triton.version", "triton.ptxas"}
     if "python.minor" in names:
         dropped |= {"python.abi", "torch.key", "triton.key"}  # both hash extension modules, which are for one Python
+    if "torch.deterministic" in names:
+        dropped |= {"inductor.deterministic"}  # set by the same call
+    if "inductor.cpp.cxx" in names:
+        dropped |= {name for name in names if name.startswith("cpu.c") or name == "cpu.native"}
     if "device.type" in names:
         dropped |= {name for name in names if name.startswith(("cpu.", "triton.ptxas", "triton.arch", "device.index"))}
     kept = [difference for difference in found if difference.name not in dropped]

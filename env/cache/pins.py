@@ -8,6 +8,8 @@ the launch calls this before torch exists.
 from __future__ import annotations
 
 import fnmatch
+import os
+import pwd
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -151,6 +153,10 @@ def pinned(
         else:
             result[name] = new
         overridden.append(Override(name=name, old=old, new=new, why=why))
+    if _nameless(environ):
+        why = "this user id has no passwd entry, and torch asks for the user's name"
+        result["USER"] = f"uid{os.getuid()}"
+        overridden.append(Override(name="USER", old=environ.get("USER"), new=result["USER"], why=why))
     return result, tuple(overridden)
 
 
@@ -161,3 +167,18 @@ def _fixed(python: Path | None) -> dict[str, str]:
     # not resolved: the interpreter of a virtual environment is a link out of it
     found = sorted(python.absolute().parent.parent.glob("lib/python*/site-packages/torch/bin/ptxas"))
     return {"TRITON_PTXAS_PATH": str(found[-1])} if found else {}
+
+
+NAMING = ("LOGNAME", "USER", "LNAME", "USERNAME")
+"""Where Python looks for the user's name before it asks the password database."""
+
+
+def _nameless(environ: Mapping[str, str]) -> bool:
+    """Whether asking for the user's name would fail: torch does so for a folder of temporary files."""
+    if any(environ.get(name) for name in NAMING):
+        return False
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        return True
+    return False

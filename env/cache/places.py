@@ -7,6 +7,7 @@ every process of a run, so they need a local disk that this user alone can write
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ def _usual(environ: Mapping[str, str]) -> list[Path]:
 
 def _problem(path: Path, environ: Mapping[str, str]) -> str:
     """Why caches cannot go to a folder, as the end of a sentence; empty if they can. Makes it, for this user alone."""
+    if re.search(r"\s", str(path)):
+        return "has a blank in its name, where torch's commands to compilers would break"
     kind = network(path)
     if kind and environ.get(NETWORK) != "1":
         return f"is on a network file system ({kind}), where Triton's files vanish under other processes"

@@ -110,6 +110,11 @@ def test_another_python_is_one_difference() -> None:
     assert [difference.name for difference in explain.differences(BASE, other)] == ["python.minor"]
 
 
+def test_another_compiler_is_one_difference() -> None:
+    other = {**BASE, "inductor.cpp.cxx": [None, "clang++"], "cpu.command": "clang++ i", "cpu.native": "z"}
+    assert [difference.name for difference in explain.differences(BASE, other)] == ["inductor.cpp.cxx"]
+
+
 def test_another_card_is_named_by_what_differs_in_it_and_not_by_where_its_row_came_from() -> None:
     other = {
         **BASE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,14 @@ def test_torchs_ptxas_is_fixed_whatever_the_host_had(environment: Path) -> None:
 def test_pinning_twice_is_pinning_once(environment: Path) -> None:
     once, _ = pins.pinned({**HOSTILE, **ORDINARY}, environment)
     assert pins.pinned(once, environment) == (once, ())
+
+
+def test_a_user_without_a_name_gets_one_because_torch_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    result, overridden = pins.pinned({"PATH": "/usr/bin"})
+    assert result == {"PATH": "/usr/bin", "USER": "uid54321"}
+    assert "no passwd entry" in overridden[0].sentence()
+    assert pins.pinned(result) == (result, ())
 
 
 @given(st.dictionaries(st.from_regex(r"[A-Z][A-Z_]{0,20}", fullmatch=True), st.text(max_size=5)))

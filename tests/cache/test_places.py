@@ -89,6 +89,14 @@ def test_a_home_on_a_network_is_passed_over_and_a_named_one_refused(
     assert places.cache_home(allowed) == places.Home(share)
 
 
+def test_a_folder_with_a_blank_in_its_name_is_not_used_because_torch_breaks_on_it(tmp_path: Path) -> None:
+    found = places.cache_home({"HOME": f"{tmp_path}/my home", "TMPDIR": str(tmp_path)})
+    assert found.path == tmp_path / f"dflash-{os.getuid()}"
+    assert "has a blank in its name" in str(found.notice)
+    with pytest.raises(Failure, match="has a blank in its name"):
+        places.cache_home({"DFLASH_CACHE_HOME": f"{tmp_path}/my caches"})
+
+
 def test_a_local_file_system_is_not_taken_for_a_network(tmp_path: Path) -> None:
     assert places.network(tmp_path) is None
     assert places.network(Path("/proc")) is None
