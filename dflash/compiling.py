@@ -10,7 +10,6 @@ import shutil
 from typing import TYPE_CHECKING
 
 import torch
-from torch._dynamo.utils import counters
 
 from dflash.loss import chunk_loss
 from env.errors import Exit, Failure
@@ -33,19 +32,6 @@ def compile_regions(drafter: Drafter) -> Chunk:
         layer.compile(fullgraph=True, dynamic=False)
     compiled: Chunk = torch.compile(chunk_loss, fullgraph=True, dynamic=False)
     return compiled
-
-
-def cache_counts() -> dict[str, int]:
-    """Hits, misses and bypasses of AOTAutograd's and FX's caches in this process so far."""
-    autograd, inductor = counters["aot_autograd"], counters["inductor"]
-    return {
-        "autograd_hit": autograd["autograd_cache_hit"],
-        "autograd_miss": autograd["autograd_cache_miss"],
-        "autograd_bypass": autograd["autograd_cache_bypass"],
-        "fx_hit": inductor["fxgraph_cache_hit"],
-        "fx_miss": inductor["fxgraph_cache_miss"],
-        "fx_bypass": inductor["fxgraph_cache_bypass"],
-    }
 
 
 def _require_compiler() -> None:

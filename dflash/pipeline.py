@@ -18,6 +18,7 @@ import torch
 from dflash import config, data, evaluation, export, pictures, progress, regenerate, run, small_target, summary, trainer
 from dflash import target as targets
 from dflash import text as texts
+from dflash.graphs import DTYPES
 from dflash.model import Drafter
 from dflash.stopping import Stop, listening
 from env.errors import Exit, Failure
@@ -113,7 +114,7 @@ def _carry_out(course: Course) -> None:
         name, facts = str(folder / "target"), {"name": "a small one of its own", **dataclasses.asdict(made)}
     else:
         name, facts = course.request.target, {"name": course.request.target}
-    target = targets.load(name, device=course.device, dtype=trainer.DTYPES[settings.precision.compute])
+    target = targets.load(name, device=course.device, dtype=DTYPES[settings.precision.compute])
     targets.check(target, settings.drafter)
     rows = packed(course, target)
     outcome = trained(course, rows, target)
@@ -204,9 +205,10 @@ def trained(course: Course, rows: data.Rows, target: targets.Target) -> trainer.
             device=course.device,
             stop=course.stop,
             watch=watch,
+            say=say,
         )
     if outcome.caches is not None:
-        run.write_json(course.folder / "caches.json", {"first_step_seconds": outcome.first_step, **outcome.caches})
+        run.write_json(course.folder / "caches.json", outcome.caches)
     return outcome
 
 

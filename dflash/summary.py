@@ -78,9 +78,13 @@ def _facts(content: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
     facts.append(("responses that loop", f"{content['looping_responses']:.0%}"))
     facts.append(("smallest gap of two logits", f"{content['smallest_gap']:.1e} ({content['dtype']})"))
     if caches:
-        hit, missed, bypassed = (caches[f"autograd_{how}"] + caches[f"fx_{how}"] for how in ("hit", "miss", "bypass"))
+        hit, missed, bypassed = (
+            sum(caches[f"{cache}_{how}"] for cache in ("autograd", "fx", "triton") if f"{cache}_{how}" in caches)
+            for how in ("hit", "miss", "bypass")
+        )
         first = caches["first_step_seconds"]
-        facts.append(("compiled kernels", f"{hit} hit, {missed} missed, {bypassed} bypassed; first step {first:.1f} s"))
+        said = f"{hit} hit, {missed} missed, {bypassed} bypassed; first step {first:.1f} s, cache {caches['kind']}"
+        facts.append(("compiled kernels", said))
     phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in content["seconds"].items())
     total = duration(sum(content["seconds"].values()))
     facts.append(("time", f"{total} ({phases})"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash import anchors, checkpoint, compiling, config, mask
+from dflash import anchors, caches, checkpoint, compiling, config, winners
 from dflash import target as targets
 from dflash.data import PADDING, Rows
-from dflash.loss import Chunk, decay_weights, linear_cross_entropy
+from dflash.graphs import DTYPES, Batch, micro_step
+from dflash.loss import Chunk, decay_weights
 from dflash.model import Drafter
+from dflash.replay import Observer
 from dflash.run import Metrics
 from dflash.stopping import Stop
 from env.errors import Exit, Failure
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +50,9 @@ class Outcome:
     """The trained drafter."""
     steps: int
     """Steps of the whole run."""
-    caches: dict[str, int] | None
-    """Hits and misses of the compile caches in this process's first step; None when no step was left to do."""
-    first_step: float | None
-    """Seconds of this process's first step."""
+    caches: dict[str, Any] | None
+    """Which compile cache this process used, what it answered in the first step, and that step's seconds; None when no
+    step was left to do."""
 
 
 def total_steps(rows: int, settings: config.Config) -> int:
@@ -79,6 +79,7 @@ def train(
     device: torch.device,
     stop: Stop,
     watch: Callable[[Step], None],
+    say: Callable[[str], None],
 ) -> Outcome:
     """Train a drafter, from its newest checkpoint in `folder` if there is one.
 
@@ -91,21 +92,31 @@ def train(
     drafter.initialise(seed)
     drafter.to(device)
     optimizers = make_optimizers(drafter, settings.optimizer)
+    choice = caches.opened(settings, device)
+    for notice in choice.notices:
+        say(notice)
+    winners.keep_in_cache()
     chunk = compiling.compile_regions(drafter)
     places = folder / "checkpoints"
     total = total_steps(len(rows.tokens), settings)
     begun = checkpoint.resume(places, drafter, optimizers)
     metrics = Metrics(folder, "metrics", begun)
     borrowed = Borrowed(target, device, DTYPES[settings.precision.compute])
-    caches, first = None, None
+    answers = None
     try:
         for step in range(begun, total):
             start = time.perf_counter()
             rate = learning_rate(step, total, settings.optimizer.lr, settings.optimizer.warmup)
-            numbers = one_step(drafter, optimizers, chunk, borrowed, rows, settings, seed=seed, step=step, rate=rate)
+            with Observer() if answers is None else nullcontext() as observer:
+                numbers = one_step(
+                    drafter, optimizers, chunk, borrowed, rows, settings, seed=seed, step=step, rate=rate
+                )
             seconds = time.perf_counter() - start
-            if caches is None:
-                caches, first = compiling.cache_counts(), seconds
+            if observer is not None:
+                answers, problems = caches.judged(choice, observer.counts(), observer.keys)
+                answers["first_step_seconds"] = seconds
+                for problem in problems:
+                    say(problem)
             tokens = settings.shapes.rows * settings.shapes.sequence * settings.optimizer.accumulate
             metrics.add(step + 1, numbers, {"tokens_per_second": tokens / seconds})
             watch(Step(step=step + 1, total=total, loss=numbers["loss"], tokens=tokens, seconds=seconds))
@@ -115,7 +126,7 @@ def train(
                     raise stop.stopped(f"step {step + 1} of {total} is saved in `{place}`")
     finally:
         metrics.close()
-    return Outcome(drafter=drafter, steps=total, caches=caches, first_step=first)
+    return Outcome(drafter=drafter, steps=total, caches=answers)
 
 
 def make_optimizers(drafter: Drafter, recipe: config.Optimizer) -> list[torch.optim.Optimizer]:
@@ -172,25 +183,19 @@ def one_step(
     asked = torch.zeros(shapes.block, device=borrowed.device)
     for tokens, document, drawn in batches:
         features = borrowed.features(tokens, document, settings.drafter.target_layer_ids)
-        position, start = drawn.position.to(borrowed.device), drawn.start.to(borrowed.device)
-        seen = mask.tiled if borrowed.device.type == "cuda" else mask.dense
-        hidden = drafter(
-            borrowed.embedding[drawn.ids.to(borrowed.device)],
-            drawn.positions.to(borrowed.device),
-            features,
-            seen(position, start, sequence=shapes.sequence, block=shapes.block),
-        )
         predicts = drawn.predicts.to(borrowed.device)
-        part, hit = linear_cross_entropy(
-            hidden.flatten(0, 1),
-            borrowed.head,
-            drawn.labels.flatten().to(borrowed.device),
-            weights.to(borrowed.device) * predicts.flatten() / max(norm, 1e-9),
-            chunk=chunk,
-            pieces=shapes.rows * shapes.anchors // settings.loss.chunk_blocks,
+        batch = Batch(
+            embedded=borrowed.embedding[drawn.ids.to(borrowed.device)],
+            positions=drawn.positions.to(borrowed.device),
+            features=features,
+            position=drawn.position.to(borrowed.device),
+            start=drawn.start.to(borrowed.device),
+            labels=drawn.labels.flatten().to(borrowed.device),
+            weight=weights.to(borrowed.device) * predicts.flatten() / max(norm, 1e-9),
+            head=borrowed.head,
         )
-        part.backward()
-        loss += part.detach()
+        part, hit = micro_step(drafter, chunk, settings, batch)
+        loss += part
         right += (hit.view_as(predicts) & predicts).view(-1, shapes.block).sum(0)
         asked += predicts.view(-1, shapes.block).sum(0)
     norm_of_gradient = torch.nn.utils.clip_grad_norm_(drafter.parameters(), settings.optimizer.clip)

@@ -57,7 +57,8 @@ class Trainer:
         self.folder = folder
         self.config = folder / "micro.toml"
         self.config.write_text(MICRO)
-        self.environ = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+        self.environ = {**os.environ, "PYTHONPATH": str(ROOT), "DFLASH_CACHE_HOME": str(folder / "caches")}
+        self.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "dflash", "train", "--config", str(self.config), *arguments]
