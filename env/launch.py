@@ -9,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from env import bootstrap, environment, variants
 from env.building import say
@@ -83,7 +81,8 @@ def main(argv: Sequence[str]) -> int:
 
     Raises a `Failure` when the environment cannot be made (see `environment.ensure`) or is not the locked one.
     """
-    from env import drift, identity, record
+    from env import drift, record
+    from env.cache import pins, places
 
     options, program = take(argv)
     variant = variants.load().variant(options.variant)
@@ -93,16 +92,22 @@ def main(argv: Sequence[str]) -> int:
         python = environment.ensure(variant.name, python=options.python)
     environ = bootstrap.environment(os.environ)
     environ.pop(bootstrap.FRONT_DOOR, None)  # how we were called is no part of what a run ran in
-    drifts = drift.compare(python, variant.lock, environ=environ)
+    drifts = drift.restamp(python, variant.lock, environ=environ)
     if drifts:
-        refusal = drift.failure(drifts, variant.name, command=_command(program))
+        chosen = f"--python {options.python}" if options.python else ""
+        refusal = drift.failure(drifts, variant.name, command=_command(program), options=chosen)
         if not options.allow_drift:
             raise refusal
         say(f"going on in an environment that is not the locked one ({variant.name}), as `--allow-drift` says")
         print("\n".join(f"  {line}" for line in refusal.details), file=sys.stderr, flush=True)
-    env_id = identity.env_id(variant.lock, variant=variant.name, python=options.python or bootstrap.python_version())
-    cache = cache_home(environ)
-    environ = pinned(environ, python, cache / "inductor" / env_id[:16])
+    environ, overridden = pins.pinned(environ, python)
+    for override in overridden:
+        say(override.sentence())
+    # Threads of a pool that wait by spinning starve each other where cores are shared: a step took three times as long.
+    environ.setdefault("OMP_WAIT_POLICY", "passive")
+    home = places.cache_home(environ)
+    if home.notice:
+        say(home.notice)
     facts = record.environment_record(
         variant.name,
         python,
@@ -112,55 +117,19 @@ def main(argv: Sequence[str]) -> int:
         allowed=options.allow_drift,
         environ=environ,
     )
+    facts["overridden"] = [override.sentence() for override in overridden]
     # Named by content: launches in equal environments share one file, and nothing piles up.
-    place = cache / "environments" / f"{hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16]}.json"
+    place = home.path / "environments" / f"{hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16]}.json"
     place.parent.mkdir(exist_ok=True)
     record.write(place, facts)
     environ["DFLASH_ENVIRONMENT"] = str(place)
     if {"-h", "--help"}.intersection(program):
         print(HELP)
-    bootstrap.become([str(python), "-m", *program], environ)
+    # -P: a file of the current folder must not stand in for a locked package
+    bootstrap.become([str(python), "-P", "-m", *program], environ)
 
 
 def _command(program: Sequence[str]) -> str:
     """The command that the user typed, as far as a hint needs it: `nox -s train` or `python3 noxfile.py -s train`."""
     session = program[1] if len(program) > 1 else "train"
     return f"{os.environ.get(bootstrap.FRONT_DOOR, 'nox')} -s {session}"
-
-
-def pinned(environ: Mapping[str, str], python: Path, inductor: Path) -> dict[str, str]:
-    """The program's environment: what enters torch's and Triton's cache keys, or chooses the cache, is settled here.
-
-    What the user has set stays; the record names it, so a miss can be explained.
-    """
-    result = {"TORCHINDUCTOR_CACHE_DIR": str(inductor), **environ}
-    # torch sets this path late, only in some processes, and Triton's keys hold the version of the ptxas that they find:
-    # a cold process keys with Triton's own, a warm one with torch's, and so the first warm start misses.
-    for ptxas in sorted(python.parent.parent.glob("lib/python*/site-packages/torch/bin/ptxas")):
-        result.setdefault("TRITON_PTXAS_PATH", str(ptxas))
-    return result
-
-
-def cache_home(environ: Mapping[str, str]) -> Path:
-    """Where caches go: the user's cache folder; for a user without a home, a private folder among the temporary ones.
-
-    Caches are code. A folder where everybody can write must be ours alone, or another user could plant kernels.
-    """
-    base = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else "")
-    if os.path.isabs(base):  # noqa: PTH117  # a text that may be empty, which Path would make `.`
-        home = Path(base) / "dflash"
-        try:
-            home.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            pass
-        else:
-            if os.access(home, os.W_OK):
-                return home
-    home = Path(tempfile.gettempdir()) / f"dflash-{os.getuid()}"
-    home.mkdir(mode=0o700, exist_ok=True)
-    status = home.lstat()
-    if not home.is_dir() or home.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise Failure(
-            Exit.STORAGE, f"{home} belongs to someone else, so it cannot hold caches", hint="set XDG_CACHE_HOME"
-        )
-    return home

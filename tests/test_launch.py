@@ -85,8 +85,8 @@ def test_the_program_runs_in_the_locked_environment_with_its_record(clone: Clone
     record = json.loads(Path(environ["DFLASH_ENVIRONMENT"]).read_text())
     assert record["variant"] == "cu130"
     assert record["drift"] == []
-    inductor = Path(environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert inductor == tmp_path / "dflash" / "inductor" / record["env_id"][:16]
+    assert "TORCHINDUCTOR_CACHE_DIR" not in environ, "the trainer chooses by the cache's identity"
+    assert Path(environ["DFLASH_ENVIRONMENT"]).is_relative_to(tmp_path / "dflash")
 
 
 def test_help_tells_our_options_too_and_names_every_variant(clone: Clone) -> None:
@@ -150,46 +150,22 @@ def test_the_gate_and_all_else_before_the_program_take_half_a_second_at_most(clo
     assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 0.5
 
 
-# ------------------------------------------------------------------------------------------------------------- caches
+# ------------------------------------------------------------------------------------------------------------- pins
 
 
-def test_caches_are_in_the_user_s_cache_folder(tmp_path: Path) -> None:
-    assert launch.cache_home({"HOME": str(tmp_path)}) == tmp_path / ".cache" / "dflash"
-    assert launch.cache_home({"HOME": "/nowhere", "XDG_CACHE_HOME": str(tmp_path / "x")}) == tmp_path / "x" / "dflash"
-
-
-def test_without_a_home_caches_are_in_a_private_temporary_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_the_host_would_feed_into_cache_keys_is_taken_away_said_and_recorded(
+    clone: Clone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    (tmp_path / "file").touch()
-    for environ in ({}, {"HOME": ""}, {"HOME": str(tmp_path / "file")}, {"XDG_CACHE_HOME": "relative"}):
-        home = launch.cache_home(environ)
-        assert home == tmp_path / f"dflash-{os.getuid()}"
-        assert home.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_temporary_folder_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    planted = tmp_path / f"dflash-{os.getuid()}"
-    planted.mkdir()
-    planted.chmod(0o777)
-    with pytest.raises(Failure, match="belongs to someone else"):
-        launch.cache_home({})
-    planted.rmdir()
-    (tmp_path / "elsewhere").mkdir()
-    planted.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(Failure, match="belongs to someone else"):
-        launch.cache_home({})
-
-
-def test_ptxas_is_torch_s_own_unless_the_user_chose_one(tmp_path: Path) -> None:
-    ptxas = tmp_path / "lib" / "python3.11" / "site-packages" / "torch" / "bin" / "ptxas"
-    ptxas.parent.mkdir(parents=True)
-    ptxas.touch()
-    python = tmp_path / "bin" / "python"
-    assert launch.pinned({}, python, tmp_path)["TRITON_PTXAS_PATH"] == str(ptxas)
-    assert launch.pinned({"TRITON_PTXAS_PATH": "/mine"}, python, tmp_path)["TRITON_PTXAS_PATH"] == "/mine"
+    monkeypatch.setenv("CXX", "/usr/bin/g++")
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    ended = clone.env("launch", "dflash", "train")
+    environ = told(ended.stdout)["environ"]
+    assert isinstance(environ, dict)
+    record = json.loads(Path(environ["DFLASH_ENVIRONMENT"]).read_text())
+    for name in ("CXX", "TORCHINDUCTOR_MAX_AUTOTUNE"):
+        assert name not in environ
+        assert f"took away {name}=" in ended.stderr
+        assert any(name in sentence for sentence in record["overridden"])
 
 
 # ------------------------------------------------------------------------------------------------- the whole way down
