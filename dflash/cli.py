@@ -20,15 +20,15 @@ from env.errors import Exit, Failure, report
 EXAMPLES = """
 Examples:
 
-  nox -s train                                      the small preset, on this machine, in a few minutes
+  nox -s train                                   the small preset, on this machine
 
-  nox -s train -- --seed 1 --run runs/second        another seed, in a folder of your choice
+  nox -s train -- --seed 1 --run runs/second     another seed, another folder
 
-  nox -s train -- --config mine.toml                your own; `preset = "tiny"` in it names what it changes
+  nox -s train -- --config mine.toml             your own, on top of a preset
 
-  nox -s train -- --target runs/tiny-seed0/target   a target that is already there: a folder or a hub name
+  nox -s train -- --target FOLDER_OR_HUB_NAME    a target that is already there
 
-  nox -s train -- --text ~/notes                    another text: a UTF-8 file or a folder of them
+  nox -s train -- --text ~/notes                 another text to train on
 
 A run that was stopped goes on where it was when the same command is given again.
 """
@@ -52,10 +52,14 @@ def train(
     config: Annotated[str, typer.Option(help="Preset (tiny, qwen3-4b, qwen3-8b) or a TOML file.")] = "tiny",
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")] = 0,
     run: Annotated[
-        Path | None, typer.Option(help="Folder of the run. [default: in runs/, an unfinished or new one]")
+        Path | None, typer.Option(help="Folder of the run. By default in runs/: an unfinished or a new one.")
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Target: folder or hub name. [default: train a small one]")] = None,
-    text: Annotated[Path | None, typer.Option(help="UTF-8 file or folder of them. [default: the shipped text]")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target: folder or hub name. By default a small one is trained.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 file or folder of them. By default the shipped text.")
+    ] = None,
 ) -> None:
     """Train a drafter for a target, decode with it speculatively, and export it."""
     from dflash import config as configs
