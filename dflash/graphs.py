@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from dflash import compiling, config, loss, mask, model
+from dflash import compiling, config, loss, mask, model, winners
 from dflash.loss import Chunk, linear_cross_entropy
 from dflash.model import Drafter
 
@@ -105,6 +105,7 @@ class Rehearsal:
     """A configuration's step on one device, ready to be called: the drafter, its compiled regions and a batch."""
 
     def __init__(self, settings: config.Config, device: torch.device, *, seed: int = 0) -> None:
+        winners.keep_in_cache()
         self.settings = settings
         with device:  # values matter to nobody, so a billion weights need not be drawn on the CPU first
             self.drafter = Drafter(settings.drafter)

@@ -12,6 +12,7 @@ import time
 BEGUN = time.perf_counter()
 
 import argparse  # noqa: E402  # the clock above comes first: imports are part of what is reported
+import base64  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
 import sys  # noqa: E402
@@ -89,7 +90,9 @@ class Observer(logging.Filter):
     def _compiled(
         self, *, src: Any, metadata: dict[str, Any], metadata_group: Any, times: Any, cache_hit: bool
     ) -> None:
-        self.keys["triton_hit" if cache_hit else "triton_miss"].append(str(metadata.get("hash")))
+        # as Triton names the folder of a kernel, and a manifest its key
+        key = base64.b32encode(bytes.fromhex(metadata["hash"])).decode().rstrip("=")
+        self.keys["triton_hit" if cache_hit else "triton_miss"].append(key)
         if self._listener is not None:
             self._listener(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
 
@@ -129,7 +132,7 @@ def replay(settings: config.Config, device: torch.device, *, steps: int = 1) -> 
         if device.type == "cuda":
             torch.cuda.set_device(device)
         with Observer() as observer:
-            warm_up(device)
+            warm_up(settings, device)
             warm = time.perf_counter()
             rehearsal = graphs.Rehearsal(settings, device)
             _finish(device)
