@@ -120,27 +120,13 @@ def present(config: str, device: str) -> store.Identity:
     """What this process would need a cache for, to train a configuration on a device; torch must be there.
 
     Raises:
-        Failure: see `dflash.config.load`, `factors.collect` and `env.gpus.read`.
+        Failure: see `dflash.config.load` and `store.here`.
     """
-    from dataclasses import asdict
-
     from dflash import config as configurations
     from dflash import graphs
-    from env import gpus
-    from env.cache.factors import collect
 
     settings = configurations.load(config)
-    kind, _, index = device.partition(":")
-    collected = collect(device)
-    if kind == "cpu":
-        return store.Identity(
-            factors=collected, graph_id=graphs.graph_id(settings, kind), gpu_id="cpu", gpu={"name": "cpu"}
-        )
-    card = gpus.read(int(index or 0))
-    properties = {name: value for name, value in asdict(card).items() if name in gpus.DECIDES}
-    return store.Identity(
-        factors=collected, graph_id=graphs.graph_id(settings, kind), gpu_id=gpus.gpu_id(card), gpu=properties
-    )
+    return store.here(graphs.graph_id(settings, device.partition(":")[0]), device)
 
 
 def _asked(options: argparse.Namespace) -> bytes:

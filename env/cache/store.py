@@ -62,6 +62,26 @@ class Identity:
         return {"graph_id": self.graph_id, "gpu_id": self.gpu_id, **named, **self.factors}
 
 
+def here(graph_id: str, device: str) -> Identity:
+    """What this process needs a cache for, on a device (`cpu`, `cuda:0`); torch must be there.
+
+    To be asked in the thread that trains, when everything that steers compilation is set and nothing is compiled yet.
+
+    Raises:
+        Failure: see `factors.collect` and `env.gpus.read`.
+    """
+    from env import gpus
+    from env.cache.factors import collect
+
+    collected = collect(device)
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return Identity(factors=collected, graph_id=graph_id, gpu_id="cpu", gpu={"name": "cpu"})
+    card = gpus.read(int(index or 0))
+    properties = {name: getattr(card, name) for name in gpus.DECIDES}
+    return Identity(factors=collected, graph_id=graph_id, gpu_id=gpus.gpu_id(card), gpu=properties)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
     """One cache on this machine."""

@@ -19,6 +19,9 @@ from env.errors import Exit, Failure
 ANSWERS = {"autograd": "aot_autograd", "fx": "fx", "triton": "triton"}
 """How replays call the caches whose keys a manifest promises."""
 
+MOST = 8
+"""Fields of a key that are shown; when inputs change places, dozens differ for one reason."""
+
 NAMES = {"autograd": "AOTAutograd", "fx": "FX", "triton": "Triton"}
 
 
@@ -70,14 +73,16 @@ def judge(
 ) -> Verdict:
     """Compare a replay's record with a manifest.
 
-    `replay` holds `counts` (`autograd_hit`, `fx_miss`, …) and `keys` (lists by the same names); it may hold `identity`
-    (what `here` is otherwise: see `Manifest.identity`) and `details` (what torch hashed for each key asked for).
+    `replay` holds `counts` (`autograd_hit`, `fx_miss`, …). It may hold `keys` (lists by the same names), `identity` (as
+    `here`: see `Manifest.identity`) and `details` (what torch hashed for each key asked for).
 
     Raises:
         Failure: Exit.CACHE, when the record lacks counts.
     """
     counted = _counts(replay.get("counts"))
-    problems = [*_count_problems(manifest.counts, counted), *_key_problems(manifest, replay.get("keys") or {})]
+    problems = _count_problems(manifest.counts, counted)
+    if "keys" in replay:
+        problems += _key_problems(manifest, replay["keys"])
     reasons: list[str] = []
     if problems:
         identity = here if here is not None else replay.get("identity")
@@ -126,11 +131,15 @@ def _details(replay: Mapping[str, Any], manifest: Manifest, sealed: Mapping[str,
     """Every factor is equal, so what the keys were made of is compared, for the first key of each cache that missed."""
     ours = replay.get("details") or {}
     promised = {key for keys in manifest.keys.values() for key in keys}
-    found: list[str] = []
     for letter in "af":  # AOTAutograd's first: FX's follow from it
         for key in sorted(key for key in ours if key.startswith(letter) and key not in promised):
             other = explain.nearest(key, ours[key], sealed)
             fields = explain.key_differences(ours[key], sealed[other]) if other is not None else []
             if fields:
-                return [f"the factors are equal, but {key} is not {other}, the nearest sealed key:", *fields]
-    return found
+                more = [f"and {len(fields) - MOST} more fields"] if len(fields) > MOST else []
+                return [
+                    f"the factors are equal, but {key} is not {other}, the nearest sealed key:",
+                    *fields[:MOST],
+                    *more,
+                ]
+    return []

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(sys.argv[1]).absolute())
 
 import torch
 import torch._dynamo.config
@@ -27,6 +26,9 @@ import torch._inductor.config
 from torch._dynamo.utils import counters
 
 from env.cache import factors, store
+
+# as a training process does it: after its imports, before its first compilation
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(sys.argv[1]).absolute())
 
 
 class WouldCompileError(Exception):

@@ -74,6 +74,20 @@ def test_each_way_of_not_keeping_a_promise_is_a_problem_of_its_own(sealed: Manif
     assert sentence in failure.details
 
 
+def test_counts_alone_are_judged_where_a_record_has_no_keys(sealed: Manifest) -> None:
+    assert verify.judge(sealed, {"counts": replay()["counts"]}).problems == ()
+    assert verify.judge(sealed, {"counts": {"fx_hit": 2}}).problems != ()
+
+
+def test_of_many_fields_that_differ_for_one_reason_only_some_are_shown(sealed: Manifest) -> None:
+    record = replay(autograd_hit=0, autograd_miss=1, keys={"autograd_hit": [], "autograd_miss": ["anew"]})
+    record["details"] = {"anew": [f"[1] example_inputs[{place}]: here" for place in range(40)]}
+    lines = tuple(f"[2] example_inputs[{place}]: there" for place in range(40))
+    reasons = verify.judge(sealed, record, sealed_details={"aaaa": lines}).reasons
+    assert len(reasons) == 10
+    assert reasons[-1] == "and 32 more fields"
+
+
 def test_a_record_without_counts_proves_nothing(sealed: Manifest) -> None:
     with pytest.raises(Failure, match="proves nothing"):
         verify.judge(sealed, {"keys": {}})
