@@ -72,6 +72,12 @@ def collect(device: str = "cuda:0") -> dict[str, Json]:
     if kind == "cuda":
         found["device.index"] = int(index or 0)
         found |= _gpu(torch, int(index or 0))
+        if found["system.gpu"] is None:
+            raise Failure(
+                Exit.HOST,
+                "torch's keys would hold no GPU's name here, so they would fit no card",
+                hint="collect factors where torch sees the card, or inside of `env.offline.pretend`",
+            )
     else:
         found |= _cpu(torch)
     return dict(sorted(found.items()))
@@ -208,7 +214,15 @@ def _system() -> dict[str, Json]:
 
 
 def _gpu(torch: Any, index: int) -> dict[str, Json]:
-    major, minor = torch.cuda.get_device_capability(index)
+    try:
+        major, minor = torch.cuda.get_device_capability(index)
+    except (RuntimeError, AssertionError) as error:
+        raise Failure(
+            Exit.HOST,
+            f"torch sees no GPU {index} here",
+            details=str(error).splitlines()[:1],
+            hint="collect factors where there is one, or inside of `env.offline.pretend`",
+        ) from error
 
     def look() -> tuple[str, str]:
         from triton.backends.nvidia.compiler import (  # type: ignore[import-untyped]

@@ -26,8 +26,12 @@ def collected() -> dict[str, Any]:
 
 @pytest.fixture
 def a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card's capability without a card: enough to ask the real ptxas."""
+    """A card's capability and name without a card: enough to ask the real ptxas."""
+    from torch._inductor.codecache import CacheBase
+
+    system = {"device": {"name": "NVIDIA H200"}, "version": {"cuda": "13.0", "triton": "x"}}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
+    monkeypatch.setattr(CacheBase, "get_system", lambda: system)
 
 
 def test_every_kind_of_factor_is_there(collected: dict[str, Any]) -> None:
@@ -84,9 +88,20 @@ def test_a_card_brings_its_index_and_the_text_of_the_real_ptxas(a_card: None) ->
     found = factors.collect("cuda:5")
     assert found["device.index"] == 5
     assert found["triton.arch"] == "sm_90a"
+    assert found["system.gpu"] == "NVIDIA H200"
     assert "release" in str(found["triton.ptxas"])
     assert "/" not in str(found["triton.ptxas"]).replace("NVIDIA (R)", "").replace("compiler.", "").split("Build")[0]
     assert not [name for name in found if name.startswith("cpu.")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_without_a_card_there_are_no_factors_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Failure, match="torch sees no GPU 3 here") as refusal:
+        factors.collect("cuda:3")
+    assert refusal.value.code is Exit.HOST
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
+    with pytest.raises(Failure, match="hold no GPU's name"):
+        factors.collect("cuda:0")
 
 
 def test_a_ptxas_that_does_not_run_is_one_sentence(a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
