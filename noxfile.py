@@ -62,6 +62,24 @@ def lock(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def bake(session: nox.Session) -> None:
+    """Compile a configuration's kernels for GPUs that need not be here: -- --config qwen3-8b --gpu h200"""
+    run(session, "bake", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def verify(session: nox.Session) -> None:
+    """Replay one training step from the baked cache, and count every hit and miss: -- [--config NAME]"""
+    run(session, "launch", "dflash", "verify", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def cache(session: nox.Session) -> None:
+    """Look at compile caches, check them, free them: -- list | verify | explain | prune | trust"""
+    run(session, "cache", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def doctor(session: nox.Session) -> None:
     """Say what this machine lacks, and what to do about it: -- [--json] [--compare RUN_A RUN_B]"""
     run(session, "doctor", *session.posargs)

@@ -5,29 +5,22 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from dflash import HANDED, config, graphs
-from env import gpus
-from env.cache import factors, store, verify
+from dflash import HANDED, config, graphs, replay
+from env.cache import store, verify
+from env.errors import Exit, Failure
 
 
 def identity(settings: config.Config, device: torch.device) -> store.Identity:
     """What this process needs a cache for, to train a configuration on a device.
 
     Raises:
-        Failure: see `factors.collect` and `gpus.read`.
+        Failure: see `store.here`.
     """
-    collected = factors.collect(str(device))
-    graph_id = graphs.graph_id(settings, device.type)
-    if device.type == "cpu":
-        return store.Identity(factors=collected, graph_id=graph_id, gpu_id="cpu", gpu={"name": "cpu"})
-    card = gpus.read(device.index)
-    properties = {name: value for name, value in asdict(card).items() if name in gpus.DECIDES}
-    return store.Identity(factors=collected, graph_id=graph_id, gpu_id=gpus.gpu_id(card), gpu=properties)
+    return store.here(graphs.graph_id(settings, device.type), str(device))
 
 
 def opened(settings: config.Config, device: torch.device) -> store.Choice:
@@ -57,3 +50,30 @@ def judged(
         return record, []
     said = [f"the baked cache did not hold what it promises ({verdict.sentence()})", *verdict.problems]
     return record, [*said, "`nox -s verify` compares it factor by factor"]
+
+
+def verified(settings: config.Config, device: str = "") -> str:
+    """Replay one training step from the sealed cache that fits; the counts in a sentence.
+
+    Raises:
+        Failure: Exit.CACHE, when no sealed cache fits, or a promised key did not hit, or anything missed; with the
+            factors that differ.
+    """
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", 0)
+    wanted = identity(settings, found)
+    choice = store.choose(wanted, environ=HANDED)
+    if choice.manifest is None:
+        raise Failure(
+            Exit.CACHE,
+            f"there is no baked cache to verify for this configuration on {found}",
+            details=choice.notices,
+            hint="`nox -s bake -- --config NAME [--gpu CARD]` makes one",
+        )
+    os.environ.update(choice.environ)
+    outcome = replay.replay(settings, found)
+    verdict = verify.judge(choice.manifest, outcome, here=wanted.flat(), variables=store.variables())
+    if verdict.problems:
+        raise verdict.failure(str(choice.path))
+    return f"{verdict.sentence()}; first step {outcome['seconds']['first_step']:.2f} s on {outcome['device']}"

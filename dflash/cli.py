@@ -42,11 +42,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _commands() -> None:
-    """Keep `train` a command of its own while it is the only one."""
-
-
 @app.command(epilog=EXAMPLES)
 def train(
     config: Annotated[str, typer.Option(help="Preset (tiny, qwen3-4b, qwen3-8b) or a TOML file.")] = "tiny",
@@ -69,6 +64,20 @@ def train(
 
     name = Path(config).stem
     follow(Request(settings=settings, name=f"{name}-seed{seed}", seed=seed, run=run, target=target, text=text))
+
+
+@app.command()
+def verify(
+    config: Annotated[str, typer.Option(help="Preset (tiny, qwen3-4b, qwen3-8b) or a TOML file.")] = "tiny",
+    device: Annotated[str, typer.Option(help="cpu, cuda:0, cuda:5; by default the first GPU, or the CPU.")] = "",
+) -> None:
+    """Replay one training step from the baked cache: every promised key must hit, and nothing may miss."""
+    from dflash import config as configs
+
+    settings = configs.load(config)
+    from dflash.caches import verified
+
+    print(verified(settings, device))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dflash import tracing
 from dflash.loss import chunk_loss
 from env.errors import Exit, Failure
 
@@ -26,8 +27,7 @@ def compile_regions(drafter: Drafter) -> Chunk:
         Failure: Exit.HOST, when there is no C++ compiler for the kernels' host code.
     """
     _require_compiler()
-    # one configuration is one graph pair: a second one means that a shape or a type has slipped, and it costs a minute
-    torch._dynamo.config.error_on_recompile = True  # noqa: SLF001  # the public name of this switch is TORCH_LOGS only
+    tracing.cure()  # before anything is wrapped: a wrapper keeps the function that tells it whether a trace is going on
     for layer in drafter.layers:
         layer.compile(fullgraph=True, dynamic=False)
     compiled: Chunk = torch.compile(chunk_loss, fullgraph=True, dynamic=False)

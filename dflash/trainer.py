@@ -23,6 +23,7 @@ from dflash.model import Drafter
 from dflash.replay import Observer
 from dflash.run import Metrics
 from dflash.stopping import Stop
+from dflash.strict import strict
 from env.errors import Exit, Failure
 
 
@@ -107,7 +108,7 @@ def train(
         for step in range(begun, total):
             start = time.perf_counter()
             rate = learning_rate(step, total, settings.optimizer.lr, settings.optimizer.warmup)
-            with Observer() if answers is None else nullcontext() as observer:
+            with strict(), Observer() if answers is None else nullcontext() as observer:
                 numbers = one_step(
                     drafter, optimizers, chunk, borrowed, rows, settings, seed=seed, step=step, rate=rate
                 )

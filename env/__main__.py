@@ -15,6 +15,8 @@ COMMANDS = {
     "typecheck": "env.checks:typecheck",
     "lock": "env.lock:main",
     "drift": "env.drift:main",
+    "bake": "env.bake:main",
+    "cache": "env.cache:main",
     "id": "env.identity:main",
     "doctor": "env.doctor:main",
 }
