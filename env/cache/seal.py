@@ -203,14 +203,15 @@ def _made_independent(source: Path) -> tuple[Callable[[str], str], Mapping[str, 
 
     Generated code is named by a digest of its text; a wrapper's text names the kernels' files, path and all.
     """
-    path = str(source)
+    # as it was named while it was filled, which may have been through a link; the longer first, one may hold the other
+    names = sorted({str(source.absolute()), str(source.resolve())}, key=len, reverse=True)
+    path = re.compile("|".join(map(re.escape, names)))
     renamed: dict[str, str] = {}
     for file in _chosen(source):
-        data = file.read_bytes() if file.suffix in (".py", ".cpp") else b""
-        if path.encode() in data:
-            text = data.decode("utf-8", "replace").replace(path, "@")
-            renamed[file.name.split(".")[0]] = "@" + hashlib.sha256(text.encode()).hexdigest()
-    pattern = re.compile("|".join(map(re.escape, [path, *renamed])))
+        text = file.read_bytes().decode("utf-8", "replace") if file.suffix in (".py", ".cpp") else ""
+        if path.search(text):
+            renamed[file.name.split(".")[0]] = "@" + hashlib.sha256(path.sub("@", text).encode()).hexdigest()
+    pattern = re.compile("|".join(map(re.escape, [*names, *renamed])))
     return (lambda text: pattern.sub(lambda match: renamed.get(match[0], "@"), text)), renamed
 
 

@@ -392,9 +392,8 @@ def free(cache: Stored) -> str | None:
         going = cache.path.with_name(f".{cache.path.name}.{os.getpid()}.going")
         cache.path.rename(going)
         open_again(going)
-        shutil.rmtree(
-            going
-        )  # the empty lock files stay: a process that waits for one must not hold another than the next
+        shutil.rmtree(going)
+        # the empty lock files stay: whoever waits for one must not end up holding another than those who come later
     except OSError as error:
         raise Failure(Exit.STORAGE, f"cannot remove {cache.path}: {error.strerror}") from error
     finally:

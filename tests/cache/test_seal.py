@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from caches import COUNTS, FACTORS, GPU, believed, identity, make_sealed, make_source, opened
 
-from env.cache import examine, manifest, normal, seal
+from env.cache import examine, manifest, normal, seal, store
 from env.errors import Exit, Failure
 from env.variants import ROOT
 
@@ -53,6 +53,37 @@ def test_two_bakes_at_different_paths_have_one_digest(tmp_path: Path) -> None:
     assert one.files != other.files
     assert one.digest == other.digest
     assert "folder in which it was baked" in one.digest_over
+
+
+def test_a_cache_filled_through_a_link_has_the_same_digest(tmp_path: Path) -> None:
+    _, one = make_sealed(tmp_path / "one", source=make_source(tmp_path / "here"))
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    _, other = make_sealed(tmp_path / "two", source=make_source(tmp_path / "link/there"))
+    assert one.digest == other.digest
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user id can only be taken by root")
+def test_a_user_who_is_not_root_seals_and_frees_as_well(open_folder: Path) -> None:
+    """Root may write in folders that are read-only; whoever else seals, renames one that it cannot write in."""
+    source = make_source(open_folder / "source")
+    for place in (open_folder, source, *source.rglob("*")):
+        os.chown(place, 54321, 54321)
+    child = os.fork()
+    if child == 0:  # pragma: no cover  # in another process
+        code = 1
+        try:
+            os.setgid(54321)
+            os.setuid(54321)
+            place, sealed = make_sealed(open_folder, source=source)
+            assert make_sealed(open_folder, source=source) == (place, sealed)
+            caches = store.stored(open_folder, {})
+            assert [store.free(cache) for cache in caches] == [None]
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert list((open_folder / "sealed").iterdir()) == []
 
 
 def test_another_content_has_another_digest(tmp_path: Path) -> None:
