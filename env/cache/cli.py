@@ -302,7 +302,8 @@ def _explain(options: argparse.Namespace) -> int:
         if near is None:
             raise Failure(Exit.CACHE, "there is no sealed cache here to compare with", hint="`nox -s bake` makes one")
         name, found = str(near[0].path), near[1]
-    print(f"{name}: {'it fits, every factor is equal' if not found else f'{len(found)} factors differ'}")
+    count = "one factor differs" if len(found) == 1 else f"{len(found)} factors differ"
+    print(f"{name}: {count if found else 'it fits, every factor is equal'}")
     for difference in found:
         print(f"  {difference.sentence()}")
     return int(Exit.CACHE if found else Exit.DONE)
