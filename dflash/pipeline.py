@@ -171,7 +171,7 @@ def own_target(course: Course) -> small_target.Summary:
 def packed(course: Course, target: targets.Target) -> data.Rows:
     """Samples that the target continued itself, packed; says what was left out."""
     settings = course.request.settings
-    with course.phases.measured("samples"), _track(course, "writing samples", settings.data.prompts) as bar:
+    with course.phases.measured("samples"), _track(course, "writing samples", settings.data.prompts, "samples") as bar:
 
         def watch(count: int) -> None:
             bar.advance(count)

@@ -123,7 +123,7 @@ def _lines(work: Track, stream: TextIO) -> Iterator[None]:
     def say(*, ended: bool = False) -> None:
         nonlocal shown
         now = work.clock()
-        if not ended and now - shown < QUIET:
+        if not ended and (now - shown < QUIET or work.done >= work.total):  # its last line comes at the end
             return
         shown = now
         counted = f"{work.done:,} of {work.total:,} {work.unit}"

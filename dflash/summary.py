@@ -62,10 +62,8 @@ def show(content: dict[str, Any], folder: Path, stream: TextIO) -> None:
         tau.add_row(name, _number(value), _number(content["tau_without_loops"][name]), same)
     console.print(tau)
 
-    facts = Table(show_header=False, box=None, pad_edge=False)
     for name, value in _facts(content, folder):
-        facts.add_row(name, value)
-    console.print(facts, soft_wrap=True)
+        console.print(f"{name:<27} {value}", soft_wrap=True)
 
 
 def _facts(content: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
