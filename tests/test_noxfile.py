@@ -21,7 +21,7 @@ from env.errors import Exit, Failure
 from env.variants import ROOT
 
 NOXFILE = ROOT / "noxfile.py"
-SESSIONS = ["train", "tests", "lint", "typecheck", "lock", "doctor"]
+SESSIONS = ["train", "tests", "lint", "typecheck", "lock", "bake", "verify", "cache", "doctor"]
 FAKE_NOX = {"nox/__init__.py": "", "nox/__main__.py": "import sys; print('nox', *sys.argv[1:])\n"}
 
 
@@ -67,7 +67,7 @@ def test_every_session_s_command_exists() -> None:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "run"]
     names = {call.args[1].value for call in calls if isinstance(call.args[1], ast.Constant)}
     assert names <= __main__.COMMANDS.keys()
-    assert len(names) == len(SESSIONS)
+    assert len(calls) == len(SESSIONS)
 
 
 def test_an_unknown_command_and_none_are_refused(clone: Clone) -> None:
