@@ -79,6 +79,8 @@ class Kitchen:
     """Folder for sealed caches."""
     key: Path | None = None
     """A private key that signs what is sealed."""
+    trust: Path | None = None
+    """Folder in which to note that a cache was sealed here, so that it is believed here without a signature."""
     again: bool = False
     """Bake even if an earlier bake of the same is there."""
 
@@ -172,10 +174,18 @@ def _kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _compile(python: Path, job: Mapping[str, Any], work: Path, kernels: Path | None, say: Say) -> dict[str, Any]:
-    kernels = kernels or work / "kernels"
-    environ = {"TORCHINDUCTOR_CACHE_DIR": str(work / "cache"), "TRITON_CACHE_DIR": str(kernels)}
-    outcome = bakers.run(python, job, work, environ, lambda: say(f"{len(_kernels(kernels))} kernels so far"))
-    return {**outcome, "kernels": _kernels(kernels)}
+    # below the cache itself, even where it is shared: entries mention its path, which sealing knows how to leave out
+    place = work / "cache" / "triton" / str(job["index"])
+    if not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if kernels is None:
+            place.mkdir()
+        else:
+            kernels.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(kernels)
+    environ = {"TORCHINDUCTOR_CACHE_DIR": str(work / "cache"), "TRITON_CACHE_DIR": str(place)}
+    outcome = bakers.run(python, job, work, environ, lambda: say(f"{len(_kernels(place))} kernels so far"))
+    return {**outcome, "kernels": _kernels(place)}
 
 
 def _kernels(folder: Path) -> list[str]:
@@ -227,6 +237,7 @@ def _seal(
         keys={**hit, "triton": compiled["kernels"]},
         details={key: lines for key, lines in compiled["details"].items() if key in asked},
         key=kitchen.key,
+        trust=kitchen.trust,
     )
 
 
@@ -314,6 +325,7 @@ def main(argv: Sequence[str]) -> int:
         home=caches / "baking",
         out=options.out or caches / "sealed",
         key=options.key,
+        trust=caches / "trust",
         again=options.again,
     )
     recipes = [_drafter(name, kitchen.python) for name in dict.fromkeys(options.config)]

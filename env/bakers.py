@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -111,11 +112,11 @@ def _failure(code: int, text: str) -> Failure:
         return Failure(Exit(code), told[0].removeprefix("error: "), details=details, hint=hints[0] if hints else None)
     if "No space left on device" in text:
         return Failure(Exit.STORAGE, "the disk is full", hint="make room, then run the same command again: it goes on")
-    return Failure(
-        Exit.BUG if code > 0 else Exit.HOST,
-        f"the baking process {'broke' if code > 0 else f'was killed by signal {-code}'}",
-        details=lines[-12:],
-    )
+    if code < 0:
+        return Failure(Exit.HOST, f"the baking process was killed by signal {-code}", details=lines[-6:])
+    # torch ends its long tracebacks with advice; the error itself stands somewhere above
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt|Failed)\b", line)]
+    return Failure(Exit.BUG, "the baking process broke", details=[*raised[-1:], *lines[-12:]])
 
 
 def stub_library(folder: Path) -> Path:

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from env.errors import Exit, Failure
 from env.gpus import Gpu
 
-READ_IN = {"2.11": "3.6"}
+READ_IN = {"2.10": "3.6", "2.11": "3.6", "2.15": "3.9"}
 """torch and the Triton it was read with. Names that moved since are not guessed: another version is refused."""
 
 STUB = "DFLASH_STUB"
@@ -73,9 +73,9 @@ def pretend(gpu: Gpu, *, index: int, count: int, outputs: Path) -> FakeTensorMod
     if stub is None or stub not in os.environ.get("LD_PRELOAD", ""):
         raise Failure(Exit.HOST, f"the stand-in driver is not preloaded: `{STUB}` and LD_PRELOAD must name it")
     torch._C._ensureCUDADeviceGuardSet()  # torch's own guard that does nothing; before the stub claims devices
+    _keep_constants_on_cpu()  # while torch still knows that there is no GPU
     # how many devices the autograd engine's loop runs over is not ours to say: let every index pass
     ctypes.CDLL(stub).dflash_stub_set(127, index)
-    _keep_constants_on_cpu()  # while torch still knows that there is no GPU
     _pretend_device(gpu, index, count)
     _pretend_triton(gpu, index)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -117,46 +117,44 @@ def _pretend_device(gpu: Gpu, index: int, count: int) -> None:
     capability = (gpu.major, gpu.minor)
     stream = types.SimpleNamespace(cuda_stream=0, stream_id=0, device_index=index, device_type=1)
 
-    def here(*_: object, **__: object) -> int:
-        return index
+    def always(answer: Any) -> Callable[..., Any]:
+        """A function of its own each time: dynamo keeps a handler for each, and takes none twice."""
+        return lambda *_, **__: answer
 
-    def nothing(*_: object, **__: object) -> None: ...
-
-    def yes(*_: object, **__: object) -> bool:
-        return True
-
-    shared: dict[str, Any] = {
-        "current_device": here,
-        "set_device": nothing,
-        "device_count": lambda: count,
-        "current_stream": lambda *_: stream,
-        "get_device_properties": lambda *_: properties,
-        "synchronize": nothing,
-        "memory_allocated": lambda *_: 0,
-        "is_bf16_supported": yes,
+    answers: dict[str, Any] = {
+        "current_device": index,
+        "set_device": None,
+        "device_count": count,
+        "current_stream": stream,
+        "get_device_properties": properties,
+        "synchronize": None,
+        "memory_allocated": 0,
+        "is_bf16_supported": True,
     }
+    shared = {name: always(answer) for name, answer in answers.items()}
     _put(
         torch.cuda,
         **shared,
-        is_available=yes,
-        is_initialized=yes,
-        _lazy_init=nothing,
-        get_device_capability=lambda *_: capability,
-        get_device_name=lambda *_: gpu.name,
-        _exchange_device=here,
-        _maybe_exchange_device=here,
+        is_available=always(True),
+        is_initialized=always(True),
+        _lazy_init=always(None),
+        get_device_capability=always(capability),
+        get_device_name=always(gpu.name),
+        _exchange_device=always(index),
+        _maybe_exchange_device=always(index),
         device=_Guard,
-        mem_get_info=lambda *_: (gpu.total_memory, gpu.total_memory),
+        mem_get_info=always((gpu.total_memory, gpu.total_memory)),
         get_rng_state=lambda *_: torch.zeros(16, dtype=torch.uint8),
-        set_rng_state=nothing,
+        set_rng_state=always(None),
     )
-    static = {**shared, "get_raw_stream": lambda *_: 0, "exchange_device": here, "maybe_exchange_device": here}
+    static = {**shared, "get_raw_stream": always(0), "exchange_device": always(index)}
+    static["maybe_exchange_device"] = always(index)
     _put(interface.CudaInterface, **{name: staticmethod(value) for name, value in static.items()}, device=_Guard)
     interface.caching_worker_device_properties["cuda"] = [properties] * count
     interface.caching_worker_current_devices["cuda"] = index
-    _put(torch._C, _cuda_getDevice=here)
-    _put(torch.accelerator, current_device_index=here, is_available=yes)
-    _put(fake_tensor, init_gpu_context=nothing)
+    _put(torch._C, _cuda_getDevice=always(index))
+    _put(torch.accelerator, current_device_index=always(index), is_available=always(True))
+    _put(fake_tensor, init_gpu_context=always(None))
     CacheBase.get_system.cache_clear()
 
 
@@ -214,17 +212,19 @@ def _pretend_triton(gpu: Gpu, index: int) -> None:
     """What Triton asks its driver, and what the launcher of inductor's kernels reads off a loaded kernel."""
     import torch._inductor.runtime.triton_helpers as helpers
     import triton
-    from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
 
-    def load_kernel(path: str, name: str, shared: int, device: int) -> tuple[int, int, int]:
+    handles = (0, 0) if _minor(torch.__version__) == "2.15" else (0,)  # since 2.13 a kernel's module comes first
+
+    def load_kernel(path: str, name: str, shared: int, device: int) -> tuple[int, ...]:
         del name, device
         if shared > gpu.shared_memory_per_block_optin:
             # as the real loader says it; the autotuner then leaves this configuration out
             raise torch.cuda.OutOfMemoryError(f"out of resource: shared memory, {shared} bytes")
-        return (0, *resources(Path(path)))
+        return (*handles, *resources(Path(path)))
 
+    launcher = types.SimpleNamespace(_load_kernel=load_kernel, _unload_kernel=lambda _: None)
     _put(helpers, set_driver_to_gpu=lambda: None)
-    _put(StaticallyLaunchedCudaKernel, C_impl=types.SimpleNamespace(_load_kernel=load_kernel))
+    _put(torch._C, _StaticCudaLauncher=launcher)  # imported where it is used
     triton.runtime.driver.set_active(_Driver(gpu, index))
 
 
@@ -265,9 +265,10 @@ def _keep_constants_on_cpu() -> None:
     _put(folder, _deduce_value=deduce_on_cpu)
     # the device only carries the patterns' example tensors; what a pattern matches does not depend on it
     for module, init in ((joint_graph, joint_graph.lazy_init), (post_grad, post_grad.lazy_init)):
-        prepare: Any = init  # torch's decorator hides that it takes a device
-        prepare(CPU)
-        _put(module, lazy_init=lambda *_, prepare=prepare: prepare(CPU))
+        prepare: Any = init  # torch's decorator hides that it takes a device, from 2.11 on
+        given = () if _minor(torch.__version__) == "2.10" else (CPU,)
+        prepare(*given)
+        _put(module, lazy_init=lambda *_, prepare=prepare, given=given: prepare(*given))
 
 
 def _stand_in_for_results(mode: FakeTensorMode, folder: Path) -> None:
@@ -342,6 +343,17 @@ def _mend_annotations() -> None:
                     parameter = isinstance(value, torch.nn.Parameter) or getattr(value, "_is_param", False)
                     node.type = torch.nn.Parameter if parameter else torch.Tensor
             graph.recompile()
+            inputs = [_of_this_compilation(one) for one in inputs]
         return compile_graph(graph, inputs, *args, **kwargs)
 
     _put(compile_fx, compile_fx=mended)
+
+
+def _of_this_compilation(value: Any) -> Any:
+    """A tensor without values as one that this compilation has made: torch 2.10 does not do this itself."""
+    context = torch._guards.TracingContext.try_get()
+    if _minor(torch.__version__) != "2.10" or not isinstance(value, FakeTensor) or context is None:
+        return value
+    if context.fake_mode is None or value.fake_mode is context.fake_mode:
+        return value
+    return context.fake_mode.from_tensor(value, static_shapes=True)
