@@ -94,15 +94,17 @@ def _verify(place: Path, earlier: list[int]) -> None:
     hint = f"remove it to go on from what is left: `rm -r {place}`{way_back}"
     try:
         files = json.loads((place / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        promises = {name: (promised["size"], promised["sha256"]) for name, promised in files.items()}
+        promises[".metadata"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Failure(Exit.INPUT, f"the checkpoint `{place}` has no readable {MANIFEST}", hint=hint) from None
-    for name, promised in files.items():
+    for name, (promised_size, promised_sha256) in promises.items():
         file = place / name
         if not file.is_file():
             raise Failure(Exit.INPUT, f"the checkpoint `{place}` lacks its file {name}", hint=hint)
         size = file.stat().st_size
-        if size != promised["size"]:
-            message = f"the checkpoint `{place}` is cut short: {name} has {size} bytes, {promised['size']} were saved"
+        if size != promised_size:
+            message = f"the checkpoint `{place}` is cut short: {name} has {size} bytes, {promised_size} were saved"
             raise Failure(Exit.INPUT, message, hint=hint)
-        if storage.sha256(file) != promised["sha256"]:
+        if storage.sha256(file) != promised_sha256:
             raise Failure(Exit.INPUT, f"the checkpoint `{place}` was changed: {name} has another sha256", hint=hint)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from dflash.stopping import Stopped
@@ -32,6 +31,11 @@ Examples:
 
 A run that was stopped goes on where it was when the same command is given again.
 """
+
+USAGE_ERRORS: type[Exception] = next(
+    kind for kind in typer.BadParameter.__mro__ if issubclass(kind, Exception) and kind.__name__ == "ClickException"
+)
+"""What every complaint about the command line derives from; typer brings its own click, which has no public name."""
 
 app = typer.Typer(
     add_completion=False,
@@ -90,9 +94,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"stopped: {stopped.where}", file=sys.stderr)
         print("hint: the same command goes on from there", file=sys.stderr, flush=True)
         return int(stopped.code)
-    except click.ClickException as error:
-        return report(Failure(Exit.USAGE, error.format_message(), hint="`nox -s train -- --help` lists what there is"))
-    except (click.Abort, KeyboardInterrupt):
+    except USAGE_ERRORS as error:
+        said = error.format_message() if hasattr(error, "format_message") else str(error)
+        return report(Failure(Exit.USAGE, said, hint="`nox -s train -- --help` lists what there is"))
+    except (typer.Abort, KeyboardInterrupt):
         return int(Exit.INTERRUPTED)
     except OSError as error:
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:

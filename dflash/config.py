@@ -6,6 +6,7 @@ A value that cannot be raises ValueError where the record is made; `load` turns 
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -21,9 +22,27 @@ TILE = 128
 (lengths that are not multiples of 128 gave NaN gradients in pytorch/pytorch#153799)."""
 
 
+LARGEST = 1 << 31
+"""No size or count reaches this; torch would fail far from the place where it was written."""
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _require_counts(record: object, *names: str, least: int = 1) -> None:
+    for name in names:
+        value = getattr(record, name)
+        rule = "must be positive" if least else "must not be negative"
+        _require(value >= least, f"{name} is {value}, {rule}")
+        _require(value < LARGEST, f"{name} is {value}, must be below {LARGEST}")
+
+
+def _require_positive(record: object, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        _require(value > 0 and math.isfinite(value), f"{name} is {value}, must be positive and finite")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +75,9 @@ class Drafter:
     """Tapped target layers; id j means the OUTPUT of layer j, which is `hidden_states[j + 1]`."""
 
     def __post_init__(self) -> None:
-        positive = ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim", "vocab_size")
-        for name in positive:
-            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, must be positive")
+        _require_counts(self, "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim")
+        _require_counts(self, "vocab_size", "target_layers")
+        _require_positive(self, "rms_norm_eps", "rope_theta")
         _require(
             self.heads % self.kv_heads == 0, f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
         )
@@ -90,7 +109,7 @@ class Shapes:
     """Tokens of a draft block, its anchor included (B)."""
 
     def __post_init__(self) -> None:
-        _require(self.rows > 0, f"rows is {self.rows}, must be positive")
+        _require_counts(self, "rows", "sequence", "anchors", "block")
         _require(self.block >= 2, f"block is {self.block}, must be at least 2: an anchor and one token to predict")
         _require(TILE % self.block == 0, f"block is {self.block}, must divide {TILE}: a tile holds whole blocks")
         whole = self.sequence > 0 and self.sequence % TILE == 0
@@ -119,8 +138,8 @@ class Loss:
     """Blocks whose logits exist at once; over a vocabulary of 151,936 all of them would take gigabytes."""
 
     def __post_init__(self) -> None:
-        _require(self.gamma > 0, f"gamma is {self.gamma}, must be positive")
-        _require(self.chunk_blocks > 0, f"chunk_blocks is {self.chunk_blocks}, must be positive")
+        _require_positive(self, "gamma")
+        _require_counts(self, "chunk_blocks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,13 +164,11 @@ class Optimizer:
     """Passes over the packed rows; each draws its anchors anew."""
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, f"lr is {self.lr}, must be positive")
+        _require_positive(self, "lr", "clip")
         _require(0 <= self.warmup < 1, f"warmup is {self.warmup}, must be a share of the steps (0 to below 1)")
-        _require(self.clip > 0, f"clip is {self.clip}, must be positive")
-        _require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}, must not be negative")
+        _require(0 <= self.weight_decay < 1, f"weight_decay is {self.weight_decay}, must lie in 0 to below 1")
         _require(all(0 <= beta < 1 for beta in self.betas), f"betas is {list(self.betas)}, must lie in 0 to below 1")
-        _require(self.accumulate > 0, f"accumulate is {self.accumulate}, must be positive")
-        _require(self.epochs > 0, f"epochs is {self.epochs}, must be positive")
+        _require_counts(self, "accumulate", "epochs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,8 +189,7 @@ class Checkpoint:
     """Newest checkpoints that stay on disk."""
 
     def __post_init__(self) -> None:
-        _require(self.every > 0, f"every is {self.every}, must be positive")
-        _require(self.keep > 0, f"keep is {self.keep}, must be positive")
+        _require_counts(self, "every", "keep")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,8 +210,8 @@ class SmallTarget:
     """Width of the gated MLP."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "sequence", "steps", "lr", "intermediate_size"):
-            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, must be positive")
+        _require_counts(self, "rows", "sequence", "steps", "intermediate_size")
+        _require_positive(self, "lr")
         _require(0 <= self.warmup < 1, f"warmup is {self.warmup}, must be a share of the steps (0 to below 1)")
 
 
@@ -211,8 +227,8 @@ class Data:
     """Tokens that the target adds to each prompt, at most."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "prompt_tokens", "response_tokens"):
-            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, must not be negative")
+        _require_counts(self, "prompts", least=0)
+        _require_counts(self, "prompt_tokens", "response_tokens", least=1 if self.prompts else 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,8 +243,7 @@ class Evaluation:
     """Tokens decoded for each prompt."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "prompt_tokens", "response_tokens"):
-            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, must be positive")
+        _require_counts(self, "prompts", "prompt_tokens", "response_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,7 +331,7 @@ def _read(name: str) -> dict[str, Any]:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Failure(Exit.USAGE, f"the configuration `{name}` does not exist") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not TOML, numbers of thousands of digits
         raise Failure(Exit.USAGE, f"the configuration `{name}` cannot be read: {error}") from None
     base = tables.pop("preset", None)
     if base is None:

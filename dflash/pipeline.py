@@ -7,8 +7,9 @@ anywhere goes on where it was.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,11 @@ def _carry_out(course: Course) -> None:
         sha256,
     )
     run.write_json(folder / "summary.json", content)
-    summary.show(content, folder, sys.stdout)
+    try:
+        summary.show(content, folder, sys.stdout)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has gone, but the run is whole; Python would complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def own_target(course: Course) -> small_target.Summary:
@@ -154,7 +159,7 @@ def own_target(course: Course) -> small_target.Summary:
             bar.advance(loss=numbers["loss"], tokens=recipe.rows * recipe.sequence)
 
         try:
-            return small_target.train(
+            made = small_target.train(
                 request.settings,
                 course.text,
                 folder / "target",
@@ -166,6 +171,8 @@ def own_target(course: Course) -> small_target.Summary:
         finally:
             if metrics is not None:
                 metrics.close()
+        bar.done = bar.total  # also when an earlier start had done it
+    return made
 
 
 def packed(course: Course, target: targets.Target) -> data.Rows:
@@ -180,6 +187,7 @@ def packed(course: Course, target: targets.Target) -> data.Rows:
         samples = regenerate.samples(
             settings, course.text, target, course.folder, seed=course.request.seed, watch=watch
         )
+        bar.done = bar.total
     rows = data.pack(samples, settings.shapes.sequence)
     left_out = f", {rows.truncated} cut short, {rows.empty} empty" if rows.truncated or rows.empty else ""
     say(f"{rows.documents} samples in {len(rows.tokens)} rows, {rows.fill:.0%} full{left_out}")
@@ -207,6 +215,7 @@ def trained(course: Course, rows: data.Rows, target: targets.Target) -> trainer.
             watch=watch,
             say=say,
         )
+        bar.done = bar.total
     if outcome.caches is not None:
         run.write_json(course.folder / "caches.json", outcome.caches)
     return outcome
@@ -254,4 +263,5 @@ def _track(course: Course, title: str, total: int, unit: str = "steps") -> Abstr
 
 def say(line: str) -> None:
     """One line for whoever watches, beside the results on standard output."""
-    print(line, file=sys.stderr, flush=True)
+    with suppress(BrokenPipeError):  # whoever read the log has gone; the run need not
+        print(line, file=sys.stderr, flush=True)

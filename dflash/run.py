@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,7 @@ class Metrics:
         path = folder / f"{name}.jsonl"
         try:
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            _require_whole(path, lines[:step], step)
             storage.write(path, b"".join(lines[:step]))
             self._file = path.open("ab", buffering=0)
             self._board = SummaryWriter(str(folder / "tensorboard" / name), purge_step=step + 1)
@@ -171,13 +172,30 @@ def _json(content: Any) -> bytes:
     return json.dumps(content, indent=1, sort_keys=False).encode() + b"\n"
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Failure(Exit.INPUT, f"`{path}` cannot be read: {error}", hint="name another folder: `--run`") from None
+    if not isinstance(content, dict):
+        message = f"`{path}` cannot be read: it holds a {type(content).__name__}, not an object"
+        raise Failure(Exit.INPUT, message, hint="name another folder: `--run`")
+    return content
+
+
+def _require_whole(path: Path, lines: Sequence[bytes], step: int) -> None:
+    try:
+        numbers = [json.loads(line)["step"] for line in lines]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        numbers = []
+    if numbers != list(range(1, step + 1)):
+        raise Failure(
+            Exit.INPUT,
+            f"`{path}` was damaged: it does not have one line for each of the {step} steps that were trained",
+            hint="begin anew in another folder: `--run`",
+        )
 
 
 def _keep_environment(folder: Path) -> None:

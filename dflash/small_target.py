@@ -116,7 +116,8 @@ def train(
     recipe = _recipe(settings)
     key = _key(settings, text, seed)
     made = _made(folder)
-    if made is not None and made.key == key and storage.sha256(folder / "model.safetensors") == made.sha256:
+    weights = folder / "model.safetensors"
+    if made is not None and made.key == key and weights.is_file() and storage.sha256(weights) == made.sha256:
         return made
     stream = join(text.train)
     if len(stream) <= recipe.sequence:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -21,8 +22,11 @@ from dflash import config
 from dflash.data import positions
 from env.errors import Exit, Failure
 
-_UNUSABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, AttributeError, TypeError)
-"""What transformers raises over a folder or name that is no model; the last two over a config.json of nonsense."""
+_UNUSABLE = (
+    OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError,
+    AttributeError, TypeError, ArithmeticError, StrictDataclassError,
+)  # fmt: skip
+"""What transformers raises over a folder or name that is no model; the last four over a config.json of nonsense."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

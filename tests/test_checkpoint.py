@@ -72,6 +72,8 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         (lambda file: file.unlink(), "lacks its file"),
         (lambda file: (file.parent / "manifest.json").unlink(), "no readable manifest.json"),
         (lambda file: (file.parent / "manifest.json").write_text("{"), "no readable manifest.json"),
+        (lambda file: (file.parent / "manifest.json").write_text('{"files": []}'), "no readable manifest.json"),
+        (lambda file: (file.parent / "manifest.json").write_text('{"files": {}}'), "no readable manifest.json"),
     ],
 )
 def test_a_harmed_checkpoint_is_refused_and_nothing_is_loaded(tmp_path: Path, harm: object, sentence: str) -> None:

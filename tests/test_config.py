@@ -87,6 +87,12 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one(
         ({"data": {"response_tokens": 400}}, "data.prompt_tokens + data.response_tokens is 464, must fit"),
         ({"checkpoint": {"every": 0}}, "every is 0, must be positive"),
         ({"evaluation": {"prompts": 0}}, "prompts is 0, must be positive"),
+        ({"drafter": {"vocab_size": 9 * 10**18}}, "vocab_size is 9000000000000000000, must be below"),
+        ({"drafter": {"rms_norm_eps": float("nan")}}, "rms_norm_eps is nan, must be positive and finite"),
+        ({"drafter": {"rope_theta": 0.0}}, "rope_theta is 0.0, must be positive and finite"),
+        ({"optimizer": {"lr": float("inf")}}, "lr is inf, must be positive and finite"),
+        ({"optimizer": {"weight_decay": float("inf")}}, "weight_decay is inf"),
+        ({"data": {"response_tokens": 0}}, "response_tokens is 0, must be positive"),
         ({"target": {"warmup": -1}}, "warmup is -1"),
     ],
 )
@@ -115,6 +121,8 @@ def test_a_users_file_changes_what_it_names_and_keeps_the_rest(tmp_path: Path) -
         ("no.toml", None, "does not exist", None),
         ("bad.toml", b"[drafter\n", "cannot be read", None),
         ("bytes.toml", b"\xff\xfe", "cannot be read", None),
+        ("digits.toml", b"x = " + b"9" * 5000, "cannot be read", None),
+        ("deep.toml", b"x = " + b"[" * 5000, "cannot be read", None),
         ("base.toml", b'preset = "tiney"\n', "no preset is called `tiney`", "did you mean `tiny`?"),
     ],
 )

@@ -192,6 +192,16 @@ def test_a_request_that_cannot_be_met_is_one_sentence(
     assert err.count("error:") == 1
 
 
+def test_a_run_whose_reader_has_gone_ends_well(trainer: Trainer, whole: Path) -> None:
+    """As with `| head -1`: both streams are broken pipes before the first line is written."""
+    process = trainer.start("--run", str(whole))
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(timeout=300) == 0
+
+
 def test_without_a_compiler_a_run_says_so(trainer: Trainer, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trainer.environ, "PATH", "/nonexistent")
     code, err = trainer.refused("--run", "compilerless", "--target", str(whole / "target"))

@@ -106,6 +106,32 @@ def test_metrics_go_on_after_the_step_that_was_saved(tmp_path: Path) -> None:
     assert list((tmp_path / "tensorboard" / "metrics").glob("events.*"))
 
 
+@pytest.mark.parametrize("content", [b'{"step": 1}\n', b'{"step": 1}\n{"step": 3}\n', b'{"step": 1}\n{"st', b"[]\n2\n"])
+def test_damaged_metrics_are_refused_before_training_goes_on(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(Failure, match="was damaged") as caught:
+        run.Metrics(tmp_path, "metrics", 2)
+    assert caught.value.code == Exit.INPUT
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
+
+
+def _read_by_its_user(name: str, folder: Path) -> None:
+    if name == "given.json":
+        begin(folder)
+    elif name == "timing.json":
+        run.Phases(folder)
+    else:
+        run.drifted(folder)
+
+
+@pytest.mark.parametrize("name", ["given.json", "timing.json", "environment.json"])
+def test_a_record_of_another_shape_is_refused(tmp_path: Path, name: str) -> None:
+    begin(tmp_path)
+    (tmp_path / name).write_text("[1]")
+    with pytest.raises(Failure, match="cannot be read: it holds a list"):
+        _read_by_its_user(name, tmp_path)
+
+
 def test_phases_add_up_over_restarts(tmp_path: Path) -> None:
     run.Phases(tmp_path).add("train", 1.5)
     phases = run.Phases(tmp_path)
