@@ -7,6 +7,7 @@ first time. All of it can happen while a target is being loaded.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -74,14 +75,25 @@ def warm_up(settings: config.Config, device: torch.device) -> None:
     init_backend_registration()
     torch_key()
     if device.type == "cuda":
-        from triton.runtime import driver  # type: ignore[import-untyped]  # has no types
-
         CacheBase.get_system()
-        driver.active.get_current_target()  # Triton builds a small library for this, once for each home folder
+        _start_triton(device)
         _start_products(settings, device)
     else:
         cpu_vec_isa.pick_vec_isa()  # tries each instruction set in a process of its own
     _trace(settings, device)
+
+
+def _start_triton(device: torch.device) -> None:
+    """Let Triton build the library with which it talks to the driver, in the cache in use rather than in a home folder.
+
+    It needs a C compiler and 0.4 s, once for each cache. torch names this folder too, but only with the first kernel,
+    when the library is already in `~/.triton`, or could not be written there.
+    """
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+    from triton.runtime import driver  # type: ignore[import-untyped]  # has no types
+
+    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0))
+    driver.active.get_current_target()
 
 
 def _start_products(settings: config.Config, device: torch.device) -> None:

@@ -6,13 +6,14 @@ import difflib
 import functools
 import hashlib
 import json
+import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from env.errors import Exit, Failure
+from env.errors import Exit, Failure, report
 
 TABLE = Path(__file__).with_name("gpus.toml")
 
@@ -138,3 +139,27 @@ def differences(row: Gpu, card: Gpu) -> list[str]:
     names = [field.name for field in fields(Gpu) if field.name not in MEASURED]
     pairs = [(name, getattr(row, name), getattr(card, name)) for name in names]
     return [f"{name}: the row says {ours!r}, the card {theirs!r}" for name, ours, theirs in pairs if ours != theirs]
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m env.gpus [INDEX]`, in an environment with torch: print the row of the card at hand.
+
+    Raises:
+        Failure: see `read`; Exit.USAGE, for an index that is no number.
+    """
+    if len(argv) > 1 or not all(word.isdecimal() for word in argv):
+        raise Failure(Exit.USAGE, f"`{' '.join(argv)}` is no device index", hint="a number, or nothing for the first")
+    card = read(int(argv[0]) if argv else 0)
+    print(as_row(card))
+    known = load().get(card.key)
+    if known is not None:
+        found = differences(known, card)
+        print("\n".join(f"# {line}" for line in found or [f"the row `{known.key}` is right in every value"]))
+    return int(Exit.DONE)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Failure as failure:
+        sys.exit(report(failure))

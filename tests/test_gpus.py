@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+import types
 from typing import Any
 
 import pytest
@@ -92,6 +93,29 @@ def test_what_differs_between_a_row_and_a_card_is_named_with_both_values() -> No
 
 def test_a_card_that_is_not_there_cannot_be_read() -> None:
     with pytest.raises(Failure, match="torch sees no GPU 0 here"):
+        gpus.read()
+    with pytest.raises(Failure, match="`first` is no device index"):
+        gpus.main(["first"])
+
+
+def test_the_row_of_a_card_is_printed_and_compared_with_ours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    row = gpus.find("h200")
+    seen = types.SimpleNamespace(**row.properties() | {"multi_processor_count": 131})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: seen)
+    assert gpus.main([]) == 0
+    printed = capsys.readouterr().out
+    assert gpus.parse(printed)["h200"].multi_processor_count == 131
+    assert "# multi_processor_count: the row says 132, the card 131" in printed
+    seen.multi_processor_count, seen.name = 132, "NVIDIA H900"
+    assert gpus.read().key == "h900"
+    del seen.L2_cache_size
+    with pytest.raises(Failure, match="does not tell a card's L2_cache_size"):
         gpus.read()
 
 
