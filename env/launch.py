@@ -102,7 +102,8 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(f"  {line}" for line in refusal.details), file=sys.stderr, flush=True)
     environ, overridden = pins.pinned(environ, python)
     for override in overridden:
-        say(override.sentence())
+        if override.old is not None:  # what was unset is recorded, but nobody's wish was overruled
+            say(override.sentence())
     # Threads of a pool that wait by spinning starve each other where cores are shared: a step took three times as long.
     environ.setdefault("OMP_WAIT_POLICY", "passive")
     home = places.cache_home(environ)
