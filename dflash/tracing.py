@@ -80,8 +80,8 @@ def cure() -> Cure:
     """Keep torch's tracing state per thread where torch does not; once a process, later calls return the same answer.
 
     Raises:
-        Failure: Exit.HOST, when torch keeps the state in a shape that was never read, while a trace runs, or when the
-            cure does not work.
+        Failure: Exit.HOST, when torch keeps the state in a shape that was never read, when the cure does not work, or
+            when it comes too late: in a worker thread, or while a trace runs.
     """
     global _cured  # noqa: PLW0603  # torch is one to a process, and so is its cure
     with compile_lock, _lock:
@@ -97,10 +97,13 @@ def cured() -> Cure | None:
 
 def _install() -> Cure:
     flag, session = flag_shape(), session_shape()
-    if _tracing():
+    late = "while a trace runs" if _tracing() else ""
+    if threading.current_thread() is not threading.main_thread():
+        late = "from a worker thread"
+    if late:
         raise Failure(
             Exit.HOST,
-            "the cure for torch's tracing state cannot be put in while a trace runs",
+            f"the cure for torch's tracing state cannot be put in {late}",
             hint="call `dflash.tracing.cure` at the start of the process",
         )
     done = ["one trace at a time", "a trace's nn.Module patches are seen by its own thread only"]
@@ -128,6 +131,10 @@ def _install() -> Cure:
         perthread.redirect(symbolic_trace, FLAG, "tracing")
     if session == "process-wide":
         perthread.redirect(compiler, SESSION, "compiling")
+    if not torch.cuda.is_available():
+        # Without a GPU the first compilation puts up a stand-in for one, which (torch 2.10, 2.11) belongs to the thread
+        # that compiles and is gone when it ends: the next thread's compilation then crashes. This thread stays.
+        torch._C._ensureCUDADeviceGuardSet()
     _prove()
     read = torch.__version__.split("+")[0] in READ_IN
     return Cure(torch=torch.__version__, flag=flag, session=session, done=tuple(done), read=read)

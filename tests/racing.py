@@ -7,16 +7,37 @@ leave the process broken.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments], capture_output=True, text=True, check=False, env=environment
+    )
+
+
+def race(kind: str, *scenarios: str, **variables: str) -> Any:
+    """What scenarios of tests/racing.py gave in one fresh process, stock or cured: a dictionary, or the only answer."""
+    done = run(__file__, kind, *scenarios, **variables)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return found if len(scenarios) > 1 else found[scenarios[0]]
+
 
 compiled_by: Any = torch.compile  # without its types, which do not take a lambda
 
@@ -167,6 +188,91 @@ def wrapped_before() -> str:
     return held(traced_with, lambda: attempt(lambda: EARLY(torch.ones(2)).sum().item()))  # type: ignore[no-any-return]
 
 
+class Body(nn.Module):
+    """A graph of its own for each depth: attention without a mask, a gate, a normalisation."""
+
+    def __init__(self, depth: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(depth))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.4, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = x + nn.functional.scaled_dot_product_attention(y, x, y) * torch.sigmoid(y)
+        return nn.functional.rms_norm(x, (8,)).square().sum()
+
+
+def trained(depth: int, seed: int, backend: str, gated: bool) -> list[Tensor]:
+    """Four steps of a compiled body, the first one through the gate: the losses, and the parameters they end with."""
+    from dflash.gate import first_call
+
+    generator = torch.Generator().manual_seed(seed * 100 + depth)
+    body = Body(depth, generator)
+    body.compile(backend=backend, fullgraph=True, dynamic=False)
+    adam = torch.optim.AdamW(body.parameters(), lr=0.05, foreach=False)
+    losses = []
+    for _ in range(4):
+        with first_call((depth, seed)) if gated else nullcontext():
+            loss = body(torch.randn(2, 5, 8, generator=generator))
+            adam.zero_grad()
+            loss.backward()
+        adam.step()
+        losses.append(loss.detach())
+    return [*losses, *(parameter.detach() for parameter in body.parameters())]
+
+
+def together(seed: int, backend: str, gated: bool, at_once: bool) -> list[list[Tensor] | str]:
+    """Three threads train three bodies, at once or one after the other: what each has, or why it failed."""
+    from dflash.gate import forget, thread
+
+    torch.compiler.reset()
+    forget()
+    answers: list[list[Tensor] | str] = ["not done"] * 3
+    barrier = threading.Barrier(3 if at_once else 1)
+
+    def work(index: int) -> None:
+        barrier.wait()
+        try:
+            answers[index] = trained(index + 1, seed, backend, gated)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is the answer
+            answers[index] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+
+    threads = [thread(work, index) for index in range(3)]
+    for worker in threads:
+        worker.start()
+        if not at_once:
+            worker.join()
+    for worker in threads:
+        worker.join()
+    return answers
+
+
+def three(seeds: int = 6, backend: str = "aot_eager", gated: bool = True) -> dict[str, int]:
+    """How many of the results of three threads at once equal a serial run's bit for bit."""
+    count: Counter[str] = Counter({"equal": 0, "different": 0, "failed": 0})
+    sys.setswitchinterval(0.0005)
+    for seed in range(seeds):
+        alone, at_once = (together(seed, backend, gated, again) for again in (False, True))
+        for one, other in zip(alone, at_once, strict=True):
+            assert isinstance(one, list), one
+            if isinstance(other, str):
+                count["failed"] += 1
+            else:
+                same = all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+                count["equal" if same else "different"] += 1
+    return dict(count)
+
+
+def three_ungated() -> dict[str, int]:
+    return three(gated=False)
+
+
+def three_by_inductor() -> dict[str, int]:
+    return three(seeds=1, backend="inductor")
+
+
 def traceable() -> dict[str, str]:
     """What make_fx and symbolic_trace make of what torch can trace, and how it refuses what it cannot."""
     from torch._higher_order_ops.scan import scan
@@ -242,9 +348,8 @@ def main(kind: str, names: list[str]) -> None:
     print(json.dumps({name: globals()[name]() for name in names}))
 
 
-EARLY: Any = compiled_by(lambda x: x + 1, backend="eager")
-
 if __name__ == "__main__":
+    EARLY: Any = compiled_by(lambda x: x + 1, backend="eager")
     torch.set_num_threads(1)
     EARLY(torch.ones(2))
     main(sys.argv[1], sys.argv[2:])

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from functools import cache
@@ -15,27 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from racing import race, run
 
 from dflash import perthread, tracing
 from env.errors import Exit, Failure
 
-ROOT = Path(__file__).parent.parent
 SCENARIOS = ("calls", "other_modules", "compiling_seen", "optimizer", "wrapped_before", "traceable", "poison")
-
-
-def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments], capture_output=True, text=True, check=False, env=environment
-    )
 
 
 @cache
 def answers(kind: str) -> dict[str, Any]:
-    """What every scenario of tests/racing.py gave in one fresh process, stock or cured."""
-    done = run("tests/racing.py", kind, *SCENARIOS)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    """The answers of every scenario above."""
+    found: dict[str, Any] = race(kind, *SCENARIOS)
     return found
 
 
@@ -87,19 +74,12 @@ def test_what_stock_torch_traces_is_traced_the_same() -> None:
 
 
 def test_no_cache_key_moves_a_cured_process_finds_everything_that_a_stock_one_cached(tmp_path: Path) -> None:
-    stock, cured = (keys(kind, tmp_path) for kind in ("stock", "cured"))
+    stock, cured = (race(kind, "keys", TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) for kind in ("stock", "cured"))
     assert stock["counts"] == {"autograd_hit": 0, "autograd_miss": 1, "fx_miss": 2}
     assert cured["counts"] == {"autograd_hit": 1, "autograd_miss": 0, "fx_miss": 0}
     for name in ("torch_key", "entries", "sources"):
         assert cured[name] == stock[name]
     assert len(stock["entries"]) >= 3
-
-
-def keys(kind: str, folder: Path) -> dict[str, Any]:
-    done = run("tests/racing.py", kind, "keys", TORCHINDUCTOR_CACHE_DIR=str(folder))
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)["keys"]
-    return found
 
 
 # In this process, cured from here on
@@ -241,6 +221,27 @@ def test_an_unknown_shape_of_torch_is_refused_with_its_version_the_versions_read
     assert f"torch {torch.__version__} keeps its tracing state in a shape that was never read" in text
     assert f"read in torch {', '.join(tracing.READ_IN)}" in text
     assert "python -m dflash.diagnose" in text
+
+
+def test_the_cure_is_refused_in_a_worker_thread_but_one_that_is_in_can_be_asked_for_there() -> None:
+    program = """
+        import threading
+        from dflash import tracing
+        from env.errors import Failure
+        def work():
+            try:
+                print(tracing.cure().torch)
+            except Failure as failure:
+                print(int(failure.code), failure.message)
+        for _ in range(2):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            tracing.cure()
+    """
+    first, second = run("-c", textwrap.dedent(program)).stdout.splitlines()
+    assert first == f"{Exit.HOST:d} the cure for torch's tracing state cannot be put in from a worker thread"
+    assert second == torch.__version__
 
 
 def test_the_cure_is_refused_while_a_trace_runs() -> None:
