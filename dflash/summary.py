@@ -53,17 +53,20 @@ def gather(
 def show(content: dict[str, Any], folder: Path, stream: TextIO) -> None:
     """Print the record as tables a person reads, at any width and without colour."""
     console = Console(file=stream, highlight=False)
-    tau = Table(title=f"acceptance length τ, blocks of {content['block']}, bonus counted", title_justify="left")
-    tau.add_column("proposer")
-    for heading in ("τ", "τ without loops", "same as the target"):
-        tau.add_column(heading, justify="right")
-    for name, value in content["tau"].items():
-        same = f"{content['identical_responses'][name]} of {content['prompts']}"
-        tau.add_row(name, _number(value), _number(content["tau_without_loops"][name]), same)
-    console.print(tau)
+    # captured: rich itself would end the process with exit code 1 when whoever reads has gone
+    with console.capture() as captured:
+        tau = Table(title=f"acceptance length τ, blocks of {content['block']}, bonus counted", title_justify="left")
+        tau.add_column("proposer")
+        for heading in ("τ", "τ without loops", "same as the target"):
+            tau.add_column(heading, justify="right")
+        for name, value in content["tau"].items():
+            same = f"{content['identical_responses'][name]} of {content['prompts']}"
+            tau.add_row(name, _number(value), _number(content["tau_without_loops"][name]), same)
+        console.print(tau)
 
-    for name, value in _facts(content, folder):
-        console.print(f"{name:<27} {value}", soft_wrap=True)
+        for name, value in _facts(content, folder):
+            console.print(f"{name:<27} {value}", soft_wrap=True)
+    stream.write(captured.get())
 
 
 def _facts(content: dict[str, Any], folder: Path) -> list[tuple[str, str]]:

@@ -168,7 +168,7 @@ def test_a_run_that_is_asked_to_stop_saves_says_where_and_goes_on(
     [
         (["--config", "nine.toml"], Exit.USAGE, "the configuration `nine.toml` does not exist"),
         (["--config", "wrong.toml"], Exit.USAGE, "wrong.toml: shapes.ancors: unknown key"),
-        (["--seed", "-1"], Exit.USAGE, "-1"),
+        (["--seed", "-1"], Exit.USAGE, "--seed"),
         (["--speed", "1"], Exit.USAGE, "--speed"),
         (["--config", "qwen3-8b"], Exit.USAGE, "none is named"),
         (["--target", "no-model"], Exit.INPUT, "holds no model"),
