@@ -301,7 +301,7 @@ def test_a_tensor_that_is_missing_unknown_or_misshapen_is_named(
 
 
 def test_a_configuration_of_absurd_size_is_refused_without_asking_for_its_memory(exported: Path) -> None:
-    change(exported, intermediate_size=10**12)
+    change(exported, intermediate_size=10**9)
     with pytest.raises(Failure) as caught:
         export.read(exported)
     assert len(caught.value.details) == 6
