@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 def names(matrix: Matrix) -> list[str]:
     """Every lock, in the order in which they are made: the default variant leads, the others follow its versions."""
-    return [matrix.default, *(name for name in matrix.variants if name != matrix.default), "dev", "tools"]
+    return [matrix.default, *(name for name in matrix.variants if name != matrix.default), "dev", "tools", "images"]
 
 
 def variant_input(variant: Variant) -> str:

@@ -37,6 +37,7 @@ def template(tmp_path_factory: pytest.TempPathFactory, tools: Path) -> Path:
     (folder / "train.in").write_text("numpy\nrich  # colours\n")
     (folder / "dev.in").write_text("-c cu128.txt\n-c cu130.txt\n-c cu132.txt\npytest\nnumpy\n")
     (folder / "tools.in").write_text("nox\n")
+    (folder / "images.in").write_text("rich\n")
     with pytest.MonkeyPatch.context() as patch, house.served() as address:
         only(address, place, patch)
         assert lock.write(folder) == 0
