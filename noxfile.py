@@ -80,6 +80,12 @@ def cache(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def audit(session: nox.Session) -> None:
+    """Look for known vulnerabilities in the locks, where a feed of them answers: -- [--lock NAME] [--ignore ID]"""
+    run(session, "audit", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def doctor(session: nox.Session) -> None:
     """Say what this machine lacks, and what to do about it: -- [--json] [--compare RUN_A RUN_B]"""
     run(session, "doctor", *session.posargs)

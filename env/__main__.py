@@ -19,6 +19,7 @@ COMMANDS = {
     "cache": "env.cache:main",
     "id": "env.identity:main",
     "doctor": "env.doctor:main",
+    "audit": "env.audit:main",
 }
 """Each command's `module:function`, which takes the remaining arguments and returns an exit code."""
 

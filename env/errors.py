@@ -28,9 +28,9 @@ class Exit(IntEnum):
     TRAINING = 8
     """Training cannot go on: numbers that are not finite, a recompile, a fallback to slow code."""
     LOCK = 9
-    """A lock is stale, edited, inconsistent, or cannot be resolved."""
+    """A lock is stale, edited, inconsistent, cannot be resolved, or holds a package with a known vulnerability."""
     UNREACHABLE = 10
-    """A package index or a registry does not answer."""
+    """A package index, a registry or a feed of advisories does not answer."""
     INTERRUPTED = 130
     """Stopped by Ctrl-C (SIGINT), after saving."""
     TERMINATED = 143
