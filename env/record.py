@@ -67,7 +67,7 @@ def environment_record(
     site = who.sites[0] if who.sites else None
     torch = drift.torch_build(site) if site else {}
     packages = _packages(who.sites)
-    driver, gpus = _cards(host, environ)
+    driver, gpus = cards(host, environ)
     full = who.markers["python_full_version"]
     return {
         "format": FORMAT,
@@ -123,7 +123,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _cards(host: Path, environ: Mapping[str, str]) -> tuple[str | None, list[str]]:
+def cards(host: Path, environ: Mapping[str, str]) -> tuple[str | None, list[str]]:
     """The driver's version and the cards' names, all of the machine's: CUDA_VISIBLE_DEVICES is recorded beside."""
     driver = _text(host / "sys/module/nvidia/version").strip() or None
     if driver is None:
