@@ -20,6 +20,7 @@ COMMANDS = {
     "id": "env.identity:main",
     "doctor": "env.doctor:main",
     "audit": "env.audit:main",
+    "bom": "env.bom:main",
 }
 """Each command's `module:function`, which takes the remaining arguments and returns an exit code."""
 

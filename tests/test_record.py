@@ -127,16 +127,16 @@ def test_no_secret_is_recorded() -> None:
 def test_the_driver_is_read_from_sys_first(host: Path) -> None:
     (host / "sys/module/nvidia").mkdir(parents=True)
     (host / "sys/module/nvidia/version").write_text("570.86.15\n")
-    assert record._cards(host, {"PATH": ""})[0] == "570.86.15"
+    assert record.cards(host, {"PATH": ""})[0] == "570.86.15"
 
 
 def test_nvidia_smi_is_asked_where_the_kernel_does_not_tell(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho '580.95.05, NVIDIA H200'\necho '580.95.05, NVIDIA H200'\n")
     program.chmod(0o755)
-    assert record._cards(tmp_path, {"PATH": str(tmp_path)}) == ("580.95.05", ["NVIDIA H200", "NVIDIA H200"])
+    assert record.cards(tmp_path, {"PATH": str(tmp_path)}) == ("580.95.05", ["NVIDIA H200", "NVIDIA H200"])
     program.write_text("#!/bin/sh\necho 'No devices were found' >&2\nexit 6\n")
-    assert record._cards(tmp_path, {"PATH": str(tmp_path)}) == (None, [])
+    assert record.cards(tmp_path, {"PATH": str(tmp_path)}) == (None, [])
 
 
 # ---------------------------------------------------------------------------------------------------------- git
