@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import safetensors
 import torch
@@ -35,6 +36,51 @@ class Sample:
             )
         if self.tokens.dtype != torch.int64 or self.response.dtype != torch.bool:
             raise ValueError(f"tokens are {self.tokens.dtype}, response {self.response.dtype}: must be int64 and bool")
+
+
+class Column(Protocol):
+    """One value for each token of packed rows, (R, S), wherever it lies: a tensor is one."""
+
+    def __len__(self) -> int:
+        """R."""
+
+    def __getitem__(self, rows: list[int], /) -> Tensor:
+        """Those rows, (len(rows), S)."""
+
+
+class Packed(Protocol):
+    """Packed documents as a trainer reads them, a few rows at a time; padding only at a row's end.
+
+    `Rows` has them in memory, `prepared.Stored` on the disk.
+    """
+
+    @property
+    def tokens(self) -> Column:
+        """(R, S) int64; 0 where there is padding."""
+
+    @property
+    def document(self) -> Column:
+        """(R, S) int32: number of the document within its row, rising from 0; PADDING where there is none."""
+
+    @property
+    def response(self) -> Column:
+        """(R, S) bool; False where there is padding."""
+
+    @property
+    def documents(self) -> int:
+        """Documents packed."""
+
+    @property
+    def truncated(self) -> int:
+        """Documents that were longer than a row and lost their ends."""
+
+    @property
+    def empty(self) -> int:
+        """Samples without a token, which are in no row."""
+
+    @property
+    def fill(self) -> float:
+        """Share of the places that hold a token; 1 when there are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
