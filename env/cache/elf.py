@@ -11,8 +11,16 @@ MAGIC = b"\x7fELF"
 NOBITS = 8
 """The type of a section that takes no room in the file."""
 
-DEBUGGING = re.compile(r"\.(rela?\.)?(debug_|nv_debug)|\.note\.gnu\.build-id$|\.(sym|str|shstr)tab$|\.comment$")
-"""Sections that only debuggers and linkers read. They hold paths; the build id is a digest that covers them."""
+DEBUGGING = re.compile(
+    r"\.(nv\.merc\.)?(rela?\.)?(debug_|nv_debug)|\.note\.gnu\.build-id$|\.(nv\.merc\.)?(sym|str|shstr)tab$|\.comment$"
+)
+"""Sections that only debuggers and linkers read. They hold paths; the build id is a digest that covers them.
+
+Cubins for sm_100 and later have some of them twice: `.nv.merc.` stands before the second one's name.
+"""
+
+LINES = (".debug_line", ".nv.merc.debug_line")
+"""Sections with the line tables in which time stamps stand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ def without_stamps(data: bytes) -> bytes:
     result = bytearray(data)
     try:
         for section in sections(data):
-            if section.name == ".debug_line":
+            if section.name in LINES:
                 for start, end in _stamps(data, section.start, section.start + section.size):
                     result[start:end] = b"\x80" * (end - start - 1) + b"\0"  # a zero as long as what it replaces
     except (ValueError, IndexError, struct.error):

@@ -116,8 +116,8 @@ def test_an_entry_is_named_as_torch_names_it() -> None:
 # Real cubins, by Triton's own ptxas
 
 PTX = """
-.version 8.0
-.target sm_80
+.version {version}
+.target {arch}
 .address_size 64
 .visible .entry k(.param .u64 p) {{
 .reg .b32 %r<3>; .reg .b64 %rd<3>;
@@ -134,7 +134,16 @@ ret;
 """
 
 
-def cubin(folder: Path, name: str, *, changed: int, value: str = "%tid.x") -> bytes:
+ARCHITECTURES = {"sm_80": "8.0", "sm_120a": "8.7"}
+"""Those with which cubins of different kinds come, and the version of PTX that knows each."""
+
+ASSEMBLERS = {"sm_80": "ptxas", "sm_120a": "ptxas-blackwell"}
+"""Triton has one of its own for Blackwell."""
+
+on_each = pytest.mark.parametrize("arch", ARCHITECTURES)
+
+
+def cubin(folder: Path, name: str, *, changed: int, value: str = "%tid.x", arch: str = "sm_80") -> bytes:
     """A cubin whose source file has a name and was last changed at a time."""
     found = importlib.util.find_spec("triton")
     if found is None or found.origin is None:
@@ -143,11 +152,11 @@ def cubin(folder: Path, name: str, *, changed: int, value: str = "%tid.x") -> by
     source.parent.mkdir(parents=True, exist_ok=True)
     source.touch()
     os.utime(source, (changed, changed))
-    (folder / "k.ptx").write_text(PTX.format(value=value, source=source))
+    (folder / "k.ptx").write_text(PTX.format(value=value, source=source, arch=arch, version=ARCHITECTURES[arch]))
     command = [
-        str(Path(found.origin).parent / "backends/nvidia/bin/ptxas"),
+        str(Path(found.origin).parent / "backends/nvidia/bin" / ASSEMBLERS[arch]),
         "-lineinfo",
-        "-arch=sm_80",
+        f"-arch={arch}",
         "k.ptx",
         "-o",
         "k",
@@ -156,24 +165,28 @@ def cubin(folder: Path, name: str, *, changed: int, value: str = "%tid.x") -> by
     return (folder / "k").read_bytes()
 
 
-def test_two_cubins_of_one_kernel_differ_only_in_a_time_stamp_that_is_taken_out(tmp_path: Path) -> None:
-    one, other = cubin(tmp_path, "k.py", changed=1_700_000_000), cubin(tmp_path, "k.py", changed=1_790_000_000)
+@on_each
+def test_two_cubins_of_one_kernel_differ_only_in_a_time_stamp_that_is_taken_out(tmp_path: Path, arch: str) -> None:
+    one, other = (cubin(tmp_path, "k.py", changed=when, arch=arch) for when in (1_700_000_000, 1_790_000_000))
     assert one != other, "the premise: ptxas writes when the source was changed"
     assert normal.normalised(one) == normal.normalised(other)
     assert len(normal.normalised(one)) == len(one)
     code = {section.name: one[section.start :][: section.size] for section in elf.sections(one)}
     after = normal.normalised(one)
     for section in elf.sections(after):
-        if section.name != ".debug_line":
+        if section.name not in elf.LINES:
             assert after[section.start :][: section.size] == code[section.name]
 
 
-def test_cubins_from_sources_at_different_paths_have_one_digest_and_those_of_different_code_two(tmp_path: Path) -> None:
-    here = cubin(tmp_path, "k.py", changed=1_700_000_000)
-    there = cubin(tmp_path, "a/much/longer/path/k.py", changed=1_790_000_000)
+@on_each
+def test_cubins_from_sources_at_different_paths_have_one_digest_and_those_of_different_code_two(
+    tmp_path: Path, arch: str
+) -> None:
+    here = cubin(tmp_path, "k.py", changed=1_700_000_000, arch=arch)
+    there = cubin(tmp_path, "a/much/longer/path/k.py", changed=1_790_000_000, arch=arch)
     assert normal.normalised(here) != normal.normalised(there)
     assert normal.decisive_digest(here, same) == normal.decisive_digest(there, same)
-    other = cubin(tmp_path, "k.py", changed=1_700_000_000, value="%ctaid.x")
+    other = cubin(tmp_path, "k.py", changed=1_700_000_000, value="%ctaid.x", arch=arch)
     assert normal.decisive_digest(here, same) != normal.decisive_digest(other, same)
 
 
