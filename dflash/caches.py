@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dflash import HANDED, config, graphs, replay
-from env.cache import store, verify
+from env.cache import examine, several, store, verify
 from env.errors import Exit, Failure
 
 
@@ -36,20 +37,78 @@ def opened(settings: config.Config, device: torch.device) -> store.Choice:
     return choice
 
 
+def opened_many(settings: config.Config, devices: Sequence[torch.device]) -> tuple[store.Choice, ...]:
+    """As `opened`, for a process that trains on several devices, a thread each: a choice for each device in its order.
+
+    All choices have one directory (`path`), into which every device's sealed cache was copied, and one environment
+    (`environ`), which this process has when the call returns: torch knows one directory for a process. To be called
+    once, in the main thread, before anything is compiled and before the threads begin; `judged` takes all the choices
+    for a first step that all the devices took, or one device's alone.
+
+    Raises:
+        Failure: as `opened` does.
+    """
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    choices = several.choose([identity(settings, device) for device in devices], environ=HANDED)
+    os.environ.update(choices[0].environ)
+    return choices
+
+
 def judged(
-    choice: store.Choice, counts: Mapping[str, int], keys: Mapping[str, Sequence[str]]
+    choice: store.Choice | Sequence[store.Choice],
+    counts: Mapping[str, int],
+    keys: Mapping[str, Sequence[str]],
+    details: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The record of a first step's cache answers, and what must be said of them aloud."""
-    record: dict[str, Any] = {"cache_id": choice.cache_id, "kind": choice.kind, "path": str(choice.path), **counts}
-    if choice.manifest is None:
+    """The record of a first step's cache answers, and what must be said of them aloud.
+
+    `details` is what torch hashed for each key that was asked for (`Observer.details`). Of several choices, of a
+    process that trains on several devices, all must be promised something, or nothing is judged.
+    """
+    choices = [choice] if isinstance(choice, store.Choice) else list(choice)
+    first = choices[0]
+    record: dict[str, Any] = {"cache_id": first.cache_id, "kind": first.kind, "path": str(first.path), **counts}
+    if len(choices) > 1:
+        record["cache_ids"] = [one.cache_id for one in choices]
+    manifests = [one.manifest for one in choices if one.manifest is not None]
+    if len(manifests) < len(choices):
         return record, []
-    verdict = verify.judge(choice.manifest, {"counts": counts, "keys": keys})
+    promised = several.together(manifests)
+    verdict = verify.judge(promised, {"counts": counts, "keys": keys})
+    if verdict.problems:  # what explains a miss is looked up when there is one
+        verdict = verify.judge(
+            promised,
+            {"counts": counts, "keys": keys, "details": details or {}},
+            here=_now(first),
+            sealed_details=_sealed_details(choices),
+            variables=store.variables(),
+        )
     record["promised"] = dict(verdict.promised)
     record["problems"] = list(verdict.problems)
+    record["reasons"] = list(verdict.reasons)
     if not verdict.problems:
         return record, []
     said = [f"the baked cache did not hold what it promises ({verdict.sentence()})", *verdict.problems]
-    return record, [*said, "`nox -s verify` compares it factor by factor"]
+    why = [line for reason in verdict.reasons for line in reason.splitlines()]
+    return record, [*said, *why, "`nox -s verify` compares it factor by factor in a fresh process"]
+
+
+def _now(choice: store.Choice) -> Mapping[str, Any] | None:
+    """The factors as they are now: something in this process may have changed one since the cache was chosen."""
+    wanted = choice.wanted
+    return None if wanted is None else store.here(wanted.graph_id, several.device(wanted)).flat()
+
+
+def _sealed_details(choices: Sequence[store.Choice]) -> dict[str, Sequence[str]]:
+    """What torch hashed for the keys of sealed caches; empty where it cannot be read any more, which is said."""
+    found: dict[str, Sequence[str]] = {}
+    for choice in choices:
+        if choice.sealed is not None and choice.manifest is not None:
+            try:
+                found |= examine.read_details(choice.sealed, choice.manifest)
+            except Failure as failure:
+                print(f"what the sealed keys were made of cannot be told: {failure.message}", file=sys.stderr)
+    return found
 
 
 def verified(settings: config.Config, device: str = "") -> str:
@@ -73,7 +132,9 @@ def verified(settings: config.Config, device: str = "") -> str:
         )
     os.environ.update(choice.environ)
     outcome = replay.replay(settings, found)
-    verdict = verify.judge(choice.manifest, outcome, here=wanted.flat(), variables=store.variables())
+    verdict = verify.judge(
+        choice.manifest, outcome, sealed_details=_sealed_details([choice]), variables=store.variables()
+    )
     if verdict.problems:
         raise verdict.failure(str(choice.path))
     return f"{verdict.sentence()}; first step {outcome['seconds']['first_step']:.2f} s on {outcome['device']}"

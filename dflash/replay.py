@@ -25,6 +25,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 from dflash import config, graphs  # noqa: E402
 from dflash.warm import warm_up  # noqa: E402
+from env.cache import factors, store  # noqa: E402
 from env.errors import Exit, Failure, report  # noqa: E402
 
 SAYINGS = {
@@ -53,6 +54,9 @@ class Observer(logging.Filter):
         self._levels: dict[str, int] = {}
         self._before: dict[str, int] = {}
         self._listener: Any = None
+        self.details: dict[str, tuple[str, ...]] = {}
+        """What torch hashed for each key that was asked for, a line a field: it explains a miss."""
+        self._noting = factors.details()
 
     def __enter__(self) -> Observer:
         self._before = self._counted()
@@ -66,11 +70,13 @@ class Observer(logging.Filter):
         if knobs is not None:
             self._listener = knobs.compilation.listener
             knobs.compilation.listener = self._compiled
+        self.details = self._noting.__enter__().lines
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._noting.__exit__(kind, error, trace)
         for name, level in self._levels.items():
             logger = logging.getLogger(name)
             logger.removeFilter(self)
@@ -131,6 +137,8 @@ def replay(settings: config.Config, device: torch.device, *, steps: int = 1) -> 
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        found = store.here(graphs.graph_id(settings, device.type), str(device)).flat()
+        identified = time.perf_counter()
         with Observer() as observer:
             warm_up(settings, device)
             warm = time.perf_counter()
@@ -153,7 +161,8 @@ def replay(settings: config.Config, device: torch.device, *, steps: int = 1) -> 
     return {
         "seconds": {
             "imports": imported - BEGUN,
-            "warm_up": warm - imported,
+            "identity": identified - imported,
+            "warm_up": warm - identified,
             "construction": built - warm,
             "first_step": first - built,
             "later_steps": later,
@@ -161,6 +170,8 @@ def replay(settings: config.Config, device: torch.device, *, steps: int = 1) -> 
         "loss": loss.item(),
         "counts": observer.counts(),
         "keys": observer.keys,
+        "details": observer.details,
+        "identity": found,
         "benchmarked": counters["inductor"]["benchmarking.InductorBenchmarker.benchmark_gpu"],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,

@@ -24,6 +24,7 @@ from dflash.replay import Observer
 from dflash.run import Metrics
 from dflash.stopping import Stop
 from dflash.strict import strict
+from dflash.warm import warm_up
 from env.errors import Exit, Failure
 
 
@@ -103,7 +104,11 @@ def train(
     begun = checkpoint.resume(places, drafter, optimizers)
     metrics = Metrics(folder, "metrics", begun)
     borrowed = Borrowed(target, device, DTYPES[settings.precision.compute])
-    answers = None
+    answers, warmed = None, 0.0
+    if begun < total:
+        before = time.perf_counter()
+        warm_up(settings, device)
+        warmed = time.perf_counter() - before
     try:
         for step in range(begun, total):
             start = time.perf_counter()
@@ -114,8 +119,8 @@ def train(
                 )
             seconds = time.perf_counter() - start
             if observer is not None:
-                answers, problems = caches.judged(choice, observer.counts(), observer.keys)
-                answers["first_step_seconds"] = seconds
+                answers, problems = caches.judged(choice, observer.counts(), observer.keys, observer.details)
+                answers |= {"first_step_seconds": seconds, "warm_up_seconds": warmed}
                 for problem in problems:
                     say(problem)
             tokens = settings.shapes.rows * settings.shapes.sequence * settings.optimizer.accumulate

@@ -352,7 +352,9 @@ def _locked(variant: str | None, python: str | None) -> Path:
 
 def _drafter(config: str, python: Path) -> Callable[[Gpu | None], Recipe]:
     """The recipe of a drafter's configuration, for a card or the CPU."""
-    known = bakers.describe(python, "dflash.graphs:describe", {"name": config})["value"]
+    # the process that reads it runs in the project's folder, the user named the file from here
+    name = str(Path(config).absolute()) if Path(config).is_file() else config
+    known = bakers.describe(python, "dflash.graphs:describe", {"name": name})["value"]
 
     def recipe(gpu: Gpu | None) -> Recipe:
         return Recipe(

@@ -64,7 +64,7 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
         mode = offline.pretend(gpu, index=job["index"], count=job["count"], outputs=Path(job["outputs"]))
     found = factors.collect(str(device))
     begun = time.perf_counter()
-    with factors.details() as details, mode, Observer() as observer:
+    with mode, Observer() as observer:
         step = factory(**job["arguments"], device=str(device))
         result = step(*(example(one, device) for one in job["examples"]))
         if isinstance(result, torch.Tensor) and result.requires_grad:
@@ -74,7 +74,7 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
         "counts": observer.counts(),
         "keys": observer.keys,
         "factors": found,
-        "details": details.lines,
+        "details": observer.details,
     }
 
 

@@ -13,7 +13,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 
@@ -43,21 +43,67 @@ def seed(sealed: Path, home: Path, believed: sign.Trust) -> tuple[Path, Manifest
     """
     manifest, data = manifests.read(sealed)
     who = sign.check(data, signature_of(sealed), believed, str(sealed))
+    files = {name: (sealed / FILES / name, file) for name, file in manifest.files.items()}
+    place = copied(files, home, manifest.cache_id, lambda folder: _place(folder, manifest, data), {MARK: data})
+    return place, manifest, who
+
+
+def seed_together(
+    sealed: Sequence[Path], home: Path, believed: sign.Trust
+) -> tuple[Path, tuple[Manifest, ...], tuple[str, ...]]:
+    """One working copy of several sealed caches; its directory, their manifests, and who vouches for each.
+
+    For a process that trains on several devices. A kernel that several of them hold stands there once.
+
+    Raises:
+        Failure: as `seed` does; also when two of them have different files of one name.
+    """
+    read = [manifests.read(one) for one in sealed]
+    who = tuple(
+        sign.check(data, signature_of(one), believed, str(one)) for one, (_, data) in zip(sealed, read, strict=True)
+    )
+    files: dict[str, tuple[Path, manifests.File]] = {}
+    for one, (manifest, _) in zip(sealed, read, strict=True):
+        for name, file in manifest.files.items():
+            before = files.setdefault(name, (one / FILES / name, file))
+            # each device may have found another winner for a kernel that they share; the first's serves as well
+            if before[1].sha256 != file.sha256 and not name.endswith(".best_config"):
+                raise refused(one / FILES / name, f"is not {before[0]}, so these caches cannot share a directory")
+    first = read[0][0].cache_id
+    name = f"{first}.{hashlib.sha256(b''.join(data for _, data in read)).hexdigest()[:12]}"
+    marks = {f"{place}.{MARK}" if place else MARK: data for place, (_, data) in enumerate(read)}
+    place = copied(files, home, first, lambda folder: folder / name, marks)
+    return place, tuple(manifest for manifest, _ in read), who
+
+
+def copied(
+    files: Mapping[str, tuple[Path, manifests.File]],
+    home: Path,
+    identity: str,
+    choose: Callable[[Path], Path],
+    marks: Mapping[str, bytes],
+) -> Path:
+    """The directory below `home` that `choose` names, with these files in it; made or mended under a lock if need be.
+
+    Raises:
+        Failure: as `seed` does.
+    """
     folder = home / "seeded"
+    wanted = {name: file for name, (_, file) in files.items()}
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        place = _place(folder, manifest, data)
-        if place.is_dir() and not damaged(place, manifest):
-            return place, manifest, who
-        with _alone(folder / f"{manifest.cache_id}.lock"):
-            place = _place(folder, manifest, data)  # another process may have made it meanwhile
+        place = choose(folder)
+        if place.is_dir() and not _lacking(place, wanted):
+            return place
+        with _alone(folder / f"{identity}.lock"):
+            place = choose(folder)  # another process may have made it meanwhile
             if place.is_dir():
-                _mend(sealed, place, manifest)
+                _mend(files, place)
             else:
-                _make(sealed, place, manifest, data)
+                _make(files, place, f".{identity[:32]}.", marks)
     except OSError as error:
         raise unwritable(folder, error) from error
-    return place, manifest, who
+    return place
 
 
 def _place(folder: Path, manifest: Manifest, data: bytes) -> Path:
@@ -81,6 +127,10 @@ def damaged(place: Path, manifest: Manifest) -> list[str]:
     Raises:
         Failure: Exit.CACHE, when another user owns the copy or can write in it.
     """
+    return _lacking(place, manifest.files)
+
+
+def _lacking(place: Path, files: Mapping[str, manifests.File]) -> list[str]:
     status = place.lstat()
     if place.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise Failure(
@@ -88,7 +138,7 @@ def damaged(place: Path, manifest: Manifest) -> list[str]:
             f"{place} belongs to another user or can be written by one, so it cannot hold code for us",
             hint="point DFLASH_CACHE_HOME at a folder that is yours alone",
         )
-    return [name for name, file in manifest.files.items() if not _is(place / name, file)]
+    return [name for name, file in files.items() if not _is(place / name, file)]
 
 
 def _is(path: Path, file: manifests.File) -> bool:
@@ -101,37 +151,39 @@ def _is(path: Path, file: manifests.File) -> bool:
         return False
 
 
-def _make(sealed: Path, place: Path, manifest: Manifest, data: bytes) -> None:
+def _make(
+    files: Mapping[str, tuple[Path, manifests.File]], place: Path, prefix: str, marks: Mapping[str, bytes]
+) -> None:
     """Copy beside the place and rename into it. Runs under the lock, so what a killed process left can go."""
-    prefix = f".{manifest.cache_id[:32]}."
     for leftover in place.parent.glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    free = shutil.disk_usage(place.parent).free
-    if free < manifest.size:
-        raise OSError(errno.ENOSPC, f"{manifest.size} bytes are needed, {free} are free")
+    size, free = sum(file.size for _, file in files.values()), shutil.disk_usage(place.parent).free
+    if free < size:
+        raise OSError(errno.ENOSPC, f"{size} bytes are needed, {free} are free")
     building = Path(tempfile.mkdtemp(prefix=prefix, dir=place.parent))
     try:
-        for name, file in manifest.files.items():
-            _copy(sealed / FILES / name, building / name, file)
-        with (building / MARK).open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        for name, (source, file) in files.items():
+            _copy(source, building / name, file)
+        for name, data in marks.items():
+            with (building / name).open("wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
         building.rename(place)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     _keep(place.parent)
 
 
-def _mend(sealed: Path, place: Path, manifest: Manifest) -> None:
+def _mend(files: Mapping[str, tuple[Path, manifests.File]], place: Path) -> None:
     """Put back promised files one by one, each whole or not at all: other processes may be running on them."""
-    for name in damaged(place, manifest):
+    for name in _lacking(place, {name: file for name, (_, file) in files.items()}):
         path = place / name
         beside = path.with_name(f".{os.getpid()}.tmp")
         with contextlib.suppress(FileNotFoundError):
             beside.unlink()
         try:
-            _copy(sealed / FILES / name, beside, manifest.files[name])
+            _copy(files[name][0], beside, files[name][1])
             beside.replace(path)
         finally:
             with contextlib.suppress(FileNotFoundError):

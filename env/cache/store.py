@@ -126,6 +126,9 @@ class Choice:
     sealed: Path | None = None
     """What a seeded one was copied from."""
 
+    wanted: Identity | None = None
+    """What the process needs a cache for."""
+
     notices: tuple[str, ...] = ()
     """What the user should know: who vouches for it, or why nothing fits."""
 
@@ -156,25 +159,27 @@ def choose(wanted: Identity, *, environ: Mapping[str, str] | None = None, policy
     given = environ.get("TORCHINDUCTOR_CACHE_DIR")
     if given:
         notice = f"the compile cache is {given}, as TORCHINDUCTOR_CACHE_DIR says; whether it fits is not looked at"
-        return Choice(cache_id=wanted.cache_id, path=Path(given), kind="given", notices=(notice,))
+        return Choice(cache_id=wanted.cache_id, path=Path(given), kind="given", wanted=wanted, notices=(notice,))
     home = places.cache_home(environ)
     notices = [home.notice] if home.notice else []
     believed = sign.trust(places.trust_folders(environ, home.path), policy=policy)
     sealed = fitting(places.sealed_folders(environ, home.path), wanted.cache_id)
     if sealed is not None:
         path, manifest, who = seed(sealed, home.path, believed)
-        lock = _use(path)
+        lock = use(path)
         if not path.is_dir():  # freed by a prune just before it was in use
             path, manifest, who = seed(sealed, home.path, believed)
         notices.append(f"compile cache {path.name[:16]}, {who}")
         return Choice(
-            cache_id=wanted.cache_id, path=path, kind="seeded", manifest=manifest, sealed=sealed,
+            cache_id=wanted.cache_id, path=path, kind="seeded", manifest=manifest, sealed=sealed, wanted=wanted,
             notices=tuple(notices), lock=lock,
         )  # fmt: skip
-    path = _cold(home.path, wanted)
+    path = cold(home.path, wanted)
     everything = stored(home.path, environ)
     notices += why_cold(wanted, [cache for cache in everything if cache.kind == "sealed"], environ=environ)
-    return Choice(cache_id=wanted.cache_id, path=path, kind="cold", notices=tuple(notices), lock=_use(path))
+    return Choice(
+        cache_id=wanted.cache_id, path=path, kind="cold", wanted=wanted, notices=tuple(notices), lock=use(path)
+    )
 
 
 def fitting(folders: Sequence[Path], identity: str) -> Path | None:
@@ -191,7 +196,7 @@ def fitting(folders: Sequence[Path], identity: str) -> Path | None:
     return max(found)[2] if found else None
 
 
-def _cold(home: Path, wanted: Identity) -> Path:
+def cold(home: Path, wanted: Identity) -> Path:
     """The directory that a run fills itself, made with a note of what it is for."""
     path = home / "cold" / wanted.cache_id
     note = {
@@ -211,7 +216,7 @@ def _cold(home: Path, wanted: Identity) -> Path:
     return path
 
 
-def _use(path: Path) -> int | None:
+def use(path: Path) -> int | None:
     """Mark a directory as in use for as long as this process lives; a file system without locks goes without."""
     descriptor = None
     try:
