@@ -163,7 +163,7 @@ def prepare(
                 if chats.digest(files) != content:
                     raise Failure(Exit.INPUT, f"the data `{path}` changed while they were read", hint="start again")
                 manifest = {"key": name, "content": content, "recipe": asdict(recipe), **made}
-                (beside / MANIFEST).write_bytes(_sealed(manifest))
+                (beside / MANIFEST).write_bytes(shards.sealed(manifest))
         else:
             say(f"these data were prepared before: `{folder}`")
     return opened(folder, name)
@@ -178,17 +178,15 @@ def opened(folder: Path, wanted: str | None = None, *, without: Sequence[int] = 
     mend = f"remove it, and it is made again: `rm -r {folder}`"
     what = "the prepared data"
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        sealed = manifest.pop("sha256")
+        manifest = shards.unsealed((folder / MANIFEST).read_bytes())
         found = [shards.Shard(**each) for each in manifest["shards"]]
         faults = Faults.from_json(manifest["faults"])
         held_out = tuple(tuple(map(int, prompt)) for prompt in manifest["held_out"])
         counts = {name: int(manifest[name]) for name in ("documents", "truncated", "tokens")}
         name, sequence = str(manifest["key"]), int(manifest["recipe"]["sequence"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Failure(Exit.INPUT, f"{what}: `{folder}` has no readable {MANIFEST}", hint=mend) from None
-    if sealed != _seal(manifest):
-        raise Failure(Exit.INPUT, f"{what}: `{folder / MANIFEST}` was changed", hint=mend)
+        message = f"{what}: `{folder / MANIFEST}` is missing, or was changed"
+        raise Failure(Exit.INPUT, message, hint=mend) from None
     if wanted is not None and name != wanted:
         message = f"{what}: `{folder}` holds key {name[:12]}…, asked for {wanted[:12]}…"
         raise Failure(Exit.INPUT, message, hint=mend)
@@ -245,11 +243,3 @@ def _code() -> str:
                 ]
         whole.update(ast.dump(tree).encode())
     return whole.hexdigest()
-
-
-def _seal(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _sealed(manifest: dict[str, Any]) -> bytes:
-    return json.dumps({**manifest, "sha256": _seal(manifest)}, sort_keys=True).encode()

@@ -7,7 +7,9 @@ read takes, so what a process holds does not grow with what lies on the disk.
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
+import json
 import os
 import threading
 from collections.abc import Sequence
@@ -134,6 +136,27 @@ class Shelf:
                 message = f"{self.what}: `{path}` was changed: sha256 {sha256[:12]}…, written {shard.sha256[:12]}…"
                 raise Failure(Exit.INPUT, message, hint=self.mend)
             self._seen.add(shard.file)
+
+
+def sealed(manifest: dict[str, Any]) -> bytes:
+    """A manifest as a file that tells when it was changed."""
+    return json.dumps({**manifest, "sha256": _digest(manifest)}, sort_keys=True).encode() + b"\n"
+
+
+def unsealed(content: bytes) -> dict[str, Any]:
+    """The manifest that `sealed` was given.
+
+    Raises:
+        ValueError: when the content is anything else, or was changed.
+    """
+    manifest = json.loads(content)
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
+        raise ValueError("it is not as it was written")
+    return manifest
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _behind(error: Exception) -> OSError:

@@ -183,9 +183,9 @@ def test_a_changed_file_and_a_changed_manifest_are_refused_by_name(tmp_path: Pat
     assert "is missing" in refusal(file, tmp_path / "home").message
     manifest = folder / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"lines": 30', b'"lines": 31'))
-    assert "was changed" in refusal(file, tmp_path / "home").message
+    assert "manifest.json` is missing, or was changed" in refusal(file, tmp_path / "home").message
     manifest.write_bytes(b"[]")
-    assert "has no readable manifest.json" in refusal(file, tmp_path / "home").message
+    assert "manifest.json` is missing, or was changed" in refusal(file, tmp_path / "home").message
 
 
 def test_data_that_change_while_they_are_read_are_refused(tmp_path: Path) -> None:
