@@ -80,6 +80,18 @@ def cache(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def push(session: nox.Session) -> None:
+    """Push an image, sign it, attach its papers, and print its reference by digest: -- REF:TAG --key cosign.key"""
+    run(session, "push", *session.posargs, alone=True)
+
+
+@nox.session(venv_backend="none")
+def pull(session: nox.Session) -> None:
+    """Verify an image by signature and labels, then pull it by digest: -- REF@sha256:... --key cosign.pub"""
+    run(session, "pull", *session.posargs, alone=True)
+
+
+@nox.session(venv_backend="none")
 def audit(session: nox.Session) -> None:
     """Look for known vulnerabilities in the locks, where a feed of them answers: -- [--lock NAME] [--ignore ID]"""
     run(session, "audit", *session.posargs)

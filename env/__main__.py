@@ -21,6 +21,8 @@ COMMANDS = {
     "doctor": "env.doctor:main",
     "audit": "env.audit:main",
     "bom": "env.bom:main",
+    "push": "env.push:main",
+    "pull": "env.pull:main",
 }
 """Each command's `module:function`, which takes the remaining arguments and returns an exit code."""
 

@@ -164,6 +164,6 @@ def provenance(labels: Labels, *, root: Path = ROOT) -> bytes:
             "internalParameters": {"env_id": labels.env_id, "cache_ids": dict(sorted(labels.caches.items()))},
             "resolvedDependencies": materials,
         },
-        "runDetails": {"builder": {"id": f"{BUILD_TYPE}#{labels.revision}"}},
+        "runDetails": {"builder": {"id": f"{BUILD_TYPE}#{labels.revision}"}, "metadata": {}},  # no times
     }
     return (json.dumps(statement, indent=1, sort_keys=True) + "\n").encode()

@@ -98,7 +98,7 @@ def beside(place: Path) -> Iterator[Path]:
         shutil.rmtree(leftover, ignore_errors=True)
     building = place.with_name(f"{place.name}.building-{os.getpid()}")
     old = place.with_name(f"{place.name}.old-{os.getpid()}")
-    with _terminable():
+    with terminable():
         try:
             yield building
             if place.exists():
@@ -112,7 +112,7 @@ def beside(place: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """Let SIGTERM raise, so that children are stopped and half-made folders removed."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:

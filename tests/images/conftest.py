@@ -9,11 +9,14 @@ from engine import (
     pytest_collection_modifyitems,
     pytest_configure,
 )
+from toys import keys, signed
 
 __all__ = [
     "docker_engine",
     "empty_engine",
+    "keys",
     "loopback_registry",
     "pytest_collection_modifyitems",
     "pytest_configure",
+    "signed",
 ]

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+from engine import Engine
+from toys import LABELS, STATUS, Keys, build, other, use
+
+from env import bom, labels, oci, push
+from env.errors import Exit, Failure
+
+pytestmark = pytest.mark.image
+
+
+@pytest.fixture(autouse=True)
+def shell(docker_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(docker_engine, monkeypatch)
+
+
+def refused(*argv: str) -> Failure:
+    with pytest.raises(Failure) as caught:
+        push.main(argv)
+    return caught.value
+
+
+def tags(registry: str, repository: str) -> str:
+    """What the registry has of a repository: nothing may be there after a refusal."""
+    try:
+        return oci.docker("buildx", "imagetools", "inspect", "--raw", f"{registry}/{repository}:1")
+    except Failure as failure:
+        return failure.details[0].rpartition(": ")[2]
+
+
+def test_the_pushed_image_is_signed_and_carries_its_papers(signed: oci.Reference, keys: Keys) -> None:
+    oci.cosign("verify", "--key", str(keys.public), "--insecure-ignore-tlog=true", str(signed))
+    for kind, wanted in (("cyclonedx", bom.make(LABELS, STATUS)), ("slsaprovenance1", bom.provenance(LABELS))):
+        options = ["--key", str(keys.public), "--insecure-ignore-tlog=true", "--type", kind]
+        envelope = json.loads(oci.cosign("verify-attestation", *options, str(signed)))
+        statement = json.loads(base64.b64decode(envelope["payload"]))
+        assert statement["subject"][0]["digest"] == {"sha256": str(signed.digest).removeprefix("sha256:")}
+        assert statement["predicate"] == json.loads(wanted)
+
+
+def test_pushing_again_gives_the_same_digest_and_prints_it_last(
+    docker_engine: Engine, signed: oci.Reference, keys: Keys, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert push.main([f"{signed.name}:1", "--key", str(keys.private)]) == 0
+    assert capfd.readouterr().out == f"{signed}\n"
+    options = ["--key", str(keys.public), "--insecure-ignore-tlog=true", "--type", "cyclonedx"]
+    assert len(oci.cosign("verify-attestation", *options, str(signed)).splitlines()) == 1
+
+
+def test_an_archive_of_the_image_is_pushed_under_the_digest_that_it_has(
+    docker_engine: Engine, loopback_registry: str, signed: oci.Reference, keys: Keys, tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    docker_engine.docker("save", "--output", tmp_path / "image.tar", f"{signed.name}:1")
+    name = f"{loopback_registry}/archived:1"
+    assert push.main([name, "--archive", str(tmp_path / "image.tar"), "--key", str(keys.private)]) == 0
+    assert capfd.readouterr().out == f"{loopback_registry}/archived@{signed.digest}\n"
+
+
+def test_a_push_without_a_signature_must_be_asked_for_and_says_so(
+    docker_engine: Engine, loopback_registry: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = build(docker_engine, tmp_path, f"{loopback_registry}/bare:1")
+    failure = refused(name)
+    assert failure.code == Exit.USAGE
+    assert failure.message == "one of `--key FILE` and `--unsigned` must say whether it is signed"
+    assert tags(loopback_registry, "bare") == "not found"
+    assert push.main([name, "--unsigned"]) == 0
+    assert "is not signed (`--unsigned`)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "sentence"),
+    [
+        ({"env_id": "0" * 64}, Exit.DRIFT, "was built from another lock than this checkout's (cu130, Python 3.11)"),
+        ({"variant": "cu126"}, Exit.INPUT, "is of variant `cu126`, and this checkout has cu128, cu130, cu132"),
+    ],
+)
+def test_an_image_of_another_lock_does_not_leave_this_checkout(
+    docker_engine: Engine, loopback_registry: str, keys: Keys, tmp_path: Path, changes: dict[str, str], code: Exit,
+    sentence: str,
+) -> None:  # fmt: skip
+    name = build(docker_engine, tmp_path, f"{loopback_registry}/foreign:1", other(**changes))
+    failure = refused(name, "--key", str(keys.private))
+    assert failure.code == code
+    assert sentence in failure.message
+    assert tags(loopback_registry, "foreign") == "not found"
+
+
+def test_an_image_that_is_none_of_ours_is_not_pushed(
+    docker_engine: Engine, loopback_registry: str, keys: Keys, tmp_path: Path
+) -> None:
+    name = build(docker_engine, tmp_path, f"{loopback_registry}/alien:1", {"maintainer": "somebody"})
+    failure = refused(name, "--key", str(keys.private))
+    assert failure.code == Exit.INPUT
+    assert f"{name} is no image of this project: it has no label {labels.ENV_ID}" in failure.message
+    assert tags(loopback_registry, "alien") == "not found"
+
+
+def test_what_cannot_be_pushed_is_one_sentence(
+    loopback_registry: str, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = ["--key", str(keys.private)]
+    assert refused(f"{loopback_registry}/nothing:1", *key).code == Exit.INPUT
+    assert refused(f"{loopback_registry}/x@sha256:{'0' * 64}", *key).code == Exit.USAGE
+    assert refused("Not A Reference", *key).code == Exit.USAGE
+    assert refused("x:1", "--archive", str(tmp_path / "none.tar"), *key).message.startswith("there is no archive")
+    assert "there is no such file" in refused("x:1", "--key", str(tmp_path / "none.key")).message
+    (tmp_path / "no.key").write_text("not a key")
+    assert refused("x:1", "--key", str(tmp_path / "no.key")).message.endswith("no.key cannot be opened")
+    monkeypatch.setenv("COSIGN_PASSWORD", "wrong")
+    failure = refused("x:1", *key)
+    assert failure.code == Exit.USAGE
+    assert "decryption failed" in failure.details[0]
+
+
+def test_a_registry_that_is_down_is_one_sentence(docker_engine: Engine, keys: Keys, tmp_path: Path) -> None:
+    name = build(docker_engine, tmp_path, "127.0.0.1:9/image:1")
+    failure = refused(name, "--key", str(keys.private))
+    assert failure.code == Exit.UNREACHABLE
+    assert failure.message == "the registry does not answer"
