@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from env import gpus, labels, oci, record
+from env import gpus, labels, record, remote
 from env.building import say, terminable
 from env.errors import Exit, Failure
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str], host: Path = Path("/")) -> int:
     parser.add_argument("--allow-cold", action="store_true", help="also if no kernels for this host's cards are in it")
     parser.add_argument("--allow-other-lock", action="store_true", help="also if it is of another lock, and say so")
     options = parser.parse_args(argv)
-    image = oci.reference(options.reference)
+    image = remote.reference(options.reference)
     if image.digest is None and not options.allow_tag:
         raise Failure(
             Exit.USAGE,
@@ -45,30 +45,30 @@ def main(argv: Sequence[str], host: Path = Path("/")) -> int:
             hint="`--key cosign.pub` takes only what the holder of that key has signed",
         )
     if options.key is not None:
-        oci.require_key(options.key, "--key")
+        remote.require_key(options.key, "--key")
     with terminable():
-        oci.require_engine()
+        remote.require_engine()
         if image.digest is None:
-            image = image.pinned(oci.digest_of(image))
+            image = image.pinned(remote.digest_of(image))
             say(f"{options.reference} stands for {image} right now")
-        size = sum(int(layer["size"]) for layer in oci.manifest(image)["layers"])
+        size = sum(int(layer["size"]) for layer in remote.manifest(image)["layers"])
         if options.key is not None:
             verify(image, options.key)
         else:
             say(f"nobody vouches for {image}: `--unsigned` takes it as it is")
-        claimed = oci.remote_labels(image)
+        claimed = remote.remote_labels(image)
         judge(labels.read(claimed, str(image)), str(image), options, host)
         require_room(size)
         say(f"pulling {size / 1e6:,.1f} MB")
         with removed_on_failure(image):
-            oci.docker("pull", str(image), show=True)
-            if oci.local_labels(str(image)) != claimed:
+            remote.docker("pull", str(image), show=True)
+            if remote.local_labels(str(image)) != claimed:
                 raise Failure(Exit.INPUT, f"the registry told other labels of {image} than it has")
     print(image)
     return int(Exit.DONE)
 
 
-def verify(image: oci.Reference, key: Path) -> None:
+def verify(image: remote.Reference, key: Path) -> None:
     """Refuse an image that the holder of a key has not signed.
 
     No transparency log is asked: the key alone decides, so that this works in a closed network.
@@ -77,7 +77,7 @@ def verify(image: oci.Reference, key: Path) -> None:
         Failure: Exit.INPUT without a signature by that key; Exit.UNREACHABLE without a registry.
     """
     try:
-        oci.cosign("verify", "--key", str(key), "--insecure-ignore-tlog=true", str(image))
+        remote.cosign("verify", "--key", str(key), "--insecure-ignore-tlog=true", str(image))
     except Failure as failure:
         if failure.code is not Exit.INPUT:
             raise
@@ -145,7 +145,7 @@ def require_room(size: int) -> None:
 
     The engine keeps layers compressed and unpacked, so twice the compressed size is what it takes at the very least.
     """
-    folder = Path(json.loads(oci.docker("info", "--format", "{{json .DockerRootDir}}")))
+    folder = Path(json.loads(remote.docker("info", "--format", "{{json .DockerRootDir}}")))
     if not folder.is_dir():  # an engine of another machine
         return
     free = shutil.disk_usage(folder).free
@@ -158,7 +158,7 @@ def require_room(size: int) -> None:
 
 
 @contextlib.contextmanager
-def removed_on_failure(image: oci.Reference) -> Iterator[None]:
+def removed_on_failure(image: remote.Reference) -> Iterator[None]:
     """Whatever ends the block but its end, no image that it brought stays; one that was there before does."""
     there = _is_there(image)
     try:
@@ -166,13 +166,13 @@ def removed_on_failure(image: oci.Reference) -> Iterator[None]:
     except BaseException:
         if not there and _is_there(image):
             with contextlib.suppress(Failure):
-                oci.docker("image", "rm", str(image))
+                remote.docker("image", "rm", str(image))
         raise
 
 
-def _is_there(image: oci.Reference) -> bool:
+def _is_there(image: remote.Reference) -> bool:
     try:
-        oci.local_labels(str(image))
+        remote.local_labels(str(image))
     except Failure:
         return False
     return True

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 
-from env import bom, labels, oci
+from env import bom, labels, remote
 from env.building import say, terminable
 from env.errors import Exit, Failure
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--key", type=Path, metavar="FILE", help="cosign's private key; COSIGN_PASSWORD opens it")
     parser.add_argument("--unsigned", action="store_true", help="push without signature and papers, and say so")
     options = parser.parse_args(argv)
-    target = oci.reference(options.reference)
+    target = remote.reference(options.reference)
     if target.digest is not None:
         raise Failure(Exit.USAGE, f"{target} names a digest, which the push is to find out", hint="name a tag instead")
     if (options.key is None) == (not options.unsigned):
@@ -46,23 +46,23 @@ def main(argv: Sequence[str]) -> int:
             hint="`cosign generate-key-pair` makes a pair",
         )
     if options.key is not None:
-        oci.require_key(options.key, "--key")
+        remote.require_key(options.key, "--key")
         require_opened(options.key)
     with terminable():
-        oci.require_engine()
+        remote.require_engine()
         name = loaded(options.archive) if options.archive else options.image or str(target)
-        told = labels.read(oci.local_labels(name), name)
+        told = labels.read(remote.local_labels(name), name)
         labels.require_locked(told, name)
         papers = [] if options.unsigned else [bom.make(told, dpkg_status(name)), bom.provenance(told)]
         if name != str(target):
-            oci.docker("tag", name, str(target))
+            remote.docker("tag", name, str(target))
         pinned = target.pinned(pushed(target))
         if options.unsigned:
             say(f"{pinned} is not signed (`--unsigned`), so `nox -s pull` refuses it unless told otherwise")
         else:
             attest(pinned, options.key, papers)
             say("signing it")
-            oci.cosign("sign", "--key", str(options.key), "--tlog-upload=false", "--yes", str(pinned))
+            remote.cosign("sign", "--key", str(options.key), "--tlog-upload=false", "--yes", str(pinned))
     print(pinned)
     return int(Exit.DONE)
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 def require_opened(key: Path) -> None:
     """Refuse a key that its password does not open: after the push it would be too late."""
     try:
-        oci.cosign("public-key", "--key", str(key))
+        remote.cosign("public-key", "--key", str(key))
     except Failure as failure:
         raise Failure(
             Exit.USAGE,
@@ -88,24 +88,24 @@ def loaded(archive: Path) -> str:
     """
     if not archive.is_file():
         raise Failure(Exit.INPUT, f"there is no archive {archive}", hint="`nox -s image` writes one")
-    text = oci.docker("load", "--quiet", "--input", str(archive))
+    text = remote.docker("load", "--quiet", "--input", str(archive))
     match = re.search(r"^Loaded image(?: ID)?: (\S+)$", text, re.MULTILINE)
     if match is None:
         raise Failure(Exit.INPUT, f"{archive} holds no image", details=text.splitlines()[-2:])
     return match[1]
 
 
-def pushed(target: oci.Reference) -> str:
+def pushed(target: remote.Reference) -> str:
     """Push an image of the engine, and return the digest that the registry has it under."""
     say(f"pushing {target}")
-    text = oci.docker("push", str(target))
+    text = remote.docker("push", str(target))
     match = re.search(r"digest: (sha256:[0-9a-f]{64})", text)
     if match is None:
         raise Failure(Exit.BUG, "`docker push` told no digest", details=text.splitlines()[-4:])
     return match[1]
 
 
-def attest(pinned: oci.Reference, key: Path, papers: Sequence[bytes]) -> None:
+def attest(pinned: remote.Reference, key: Path, papers: Sequence[bytes]) -> None:
     """Attach signed statements to an image; a second push replaces those of the first."""
     with tempfile.TemporaryDirectory(prefix="dflash-push-") as scratch:
         for (kind, name), content in zip(PAPERS, papers, strict=True):
@@ -113,25 +113,25 @@ def attest(pinned: oci.Reference, key: Path, papers: Sequence[bytes]) -> None:
             file.write_bytes(content)
             say(f"attaching its {name} ({len(content) / 1e3:,.0f} kB)")
             options = ["--key", str(key), "--tlog-upload=false", "--yes", "--replace=true", "--type", kind]
-            oci.cosign("attest", *options, "--predicate", str(file), str(pinned))
+            remote.cosign("attest", *options, "--predicate", str(file), str(pinned))
 
 
 def dpkg_status(image: str) -> str:
     """The package database of an image's operating system, taken out without running anything; "" if it has none."""
-    container = oci.docker("create", "--network", "none", image, "nothing").strip()
+    container = remote.docker("create", "--network", "none", image, "nothing").strip()
     try:
         done = subprocess.run(
             ["docker", "cp", f"{container}:/var/lib/dpkg/status", "-"], capture_output=True, check=False
         )
     finally:
         with contextlib.suppress(Failure):
-            oci.docker("rm", "--force", container)
+            remote.docker("rm", "--force", container)
     if done.returncode != 0:
         errors = done.stderr.decode("utf-8", "replace")
         if "Could not find the file" in errors:
             say(f"{image} has no dpkg database, so its bill of materials lists Python packages only")
             return ""
-        raise oci.explain(["docker", "cp"], done.returncode, errors)
+        raise remote.explain(["docker", "cp"], done.returncode, errors)
     with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
         member = archive.extractfile("status")
         return member.read().decode("utf-8") if member else ""

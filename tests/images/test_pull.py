@@ -11,12 +11,13 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine import Engine, engine, registry
 from toys import LABELS, Keys, build, make_keys, other, slow, use
 
-from env import oci, pull
+from env import pull, remote
 from env.errors import Exit, Failure
 from env.variants import ROOT
 
@@ -64,31 +65,33 @@ def refused(host: Path, node: Engine, *argv: str) -> Failure:
     return caught.value
 
 
-def shipped(builder: Engine, place: str, folder: Path, key: Path | None, noise: int = 150_000, **changes: str) -> str:
+def shipped(
+    builder: Engine, place: str, folder: Path, key: Path | None, *, noise: int = 150_000, **changes: str
+) -> str:
     """Build an image with these labels and bring it into a registry, without the checks of `push`; its pin."""
     build(builder, folder, f"{place}:2", other(**changes), noise=noise)
     builder.docker("push", f"{place}:2")
     with pytest.MonkeyPatch.context() as patch:
         use(builder, patch)
-        pinned = oci.reference(place).pinned(oci.digest_of(oci.reference(f"{place}:2")))
+        pinned = remote.reference(place).pinned(remote.digest_of(remote.reference(f"{place}:2")))
         if key is not None:
-            oci.cosign("sign", "--key", str(key), "--tlog-upload=false", "--yes", str(pinned))
+            remote.cosign("sign", "--key", str(key), "--tlog-upload=false", "--yes", str(pinned))
     return str(pinned)
 
 
 def test_a_signed_image_of_this_lock_is_pulled_and_its_pin_printed(
-    empty_engine: Engine, signed: oci.Reference, keys: Keys, host: Path, capfd: pytest.CaptureFixture[str]
+    empty_engine: Engine, signed: remote.Reference, keys: Keys, host: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert pull.main([str(signed), "--key", str(keys.public)], host) == 0
     said = capfd.readouterr()
     assert said.out == f"{signed}\n"
     assert "no NVIDIA driver is loaded here, so the floor of the image (580) was not checked" in said.err
-    assert oci.local_labels(str(signed)) == LABELS.as_dict()
+    assert remote.local_labels(str(signed)) == LABELS.as_dict()
     assert pull.main([str(signed), "--key", str(keys.public)], host) == 0
 
 
 def test_a_bare_tag_is_refused_unless_told_and_then_pinned(
-    empty_engine: Engine, signed: oci.Reference, keys: Keys, host: Path, capfd: pytest.CaptureFixture[str]
+    empty_engine: Engine, signed: remote.Reference, keys: Keys, host: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failure = refused(host, empty_engine, f"{signed.name}:1", "--key", str(keys.public))
     assert failure.code == Exit.USAGE
@@ -100,7 +103,7 @@ def test_a_bare_tag_is_refused_unless_told_and_then_pinned(
 
 
 def test_whose_signature_counts_must_be_said(
-    empty_engine: Engine, signed: oci.Reference, keys: Keys, host: Path, tmp_path: Path
+    empty_engine: Engine, signed: remote.Reference, keys: Keys, host: Path, tmp_path: Path
 ) -> None:
     for more in ([], ["--unsigned", "--key", str(keys.public)], ["--key", str(tmp_path / "none.pub")]):
         assert refused(host, empty_engine, str(signed), *more).code == Exit.USAGE
@@ -110,7 +113,7 @@ def test_whose_signature_counts_must_be_said(
 
 
 def test_a_signature_by_another_key_is_refused(
-    empty_engine: Engine, signed: oci.Reference, host: Path, tmp_path: Path
+    empty_engine: Engine, signed: remote.Reference, host: Path, tmp_path: Path
 ) -> None:
     stranger = make_keys(tmp_path, "stranger")
     failure = refused(host, empty_engine, str(signed), "--key", str(stranger.public))
@@ -145,7 +148,7 @@ def copy(name: str, old: str, new: str) -> None:
 
 
 def test_another_image_s_signature_does_not_count(
-    docker_engine: Engine, empty_engine: Engine, loopback_registry: str, signed: oci.Reference, keys: Keys, host: Path,
+    docker_engine: Engine, empty_engine: Engine, signed: remote.Reference, keys: Keys, host: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     pin = shipped(docker_engine, signed.name, tmp_path / "x", None, revision="e" * 40)
@@ -163,7 +166,7 @@ def test_another_image_s_signature_does_not_count(
 )
 def test_labels_of_another_lock_are_refused_also_when_signed(
     docker_engine: Engine, empty_engine: Engine, loopback_registry: str, keys: Keys, host: Path, tmp_path: Path,
-    changes: dict[str, str], code: Exit, sentence: str,
+    changes: dict[str, Any], code: Exit, sentence: str,
 ) -> None:  # fmt: skip
     pin = shipped(docker_engine, f"{loopback_registry}/other", tmp_path / "x", keys.private, **changes)
     failure = refused(host, empty_engine, pin, "--key", str(keys.public))
@@ -174,7 +177,7 @@ def test_labels_of_another_lock_are_refused_also_when_signed(
 
 
 def test_a_driver_below_the_floor_is_refused_with_need_have_and_what_to_do(
-    empty_engine: Engine, signed: oci.Reference, keys: Keys, host: Path
+    empty_engine: Engine, signed: remote.Reference, keys: Keys, host: Path
 ) -> None:
     card(host, "570.86.15", "NVIDIA H200")
     failure = refused(host, empty_engine, str(signed), "--key", str(keys.public))
@@ -184,7 +187,7 @@ def test_a_driver_below_the_floor_is_refused_with_need_have_and_what_to_do(
 
 
 def test_a_card_without_kernels_in_the_image_is_refused_unless_told(
-    empty_engine: Engine, signed: oci.Reference, keys: Keys, host: Path, capfd: pytest.CaptureFixture[str]
+    empty_engine: Engine, signed: remote.Reference, keys: Keys, host: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     card(host, "580.95.05", "NVIDIA H200", "NVIDIA GeForce RTX 5090")
     failure = refused(host, empty_engine, str(signed), "--key", str(keys.public))
@@ -196,7 +199,7 @@ def test_a_card_without_kernels_in_the_image_is_refused_unless_told(
 
 
 def test_a_host_that_fits_hears_nothing_about_it(
-    empty_engine: Engine, signed: oci.Reference, keys: Keys, host: Path, capfd: pytest.CaptureFixture[str]
+    empty_engine: Engine, signed: remote.Reference, keys: Keys, host: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     card(host, "580.95.05", "NVIDIA H200", "NVIDIA H200")
     assert pull.main([str(signed), "--key", str(keys.public)], host) == 0
@@ -207,7 +210,7 @@ def test_a_host_that_fits_hears_nothing_about_it(
 
 
 def test_an_engine_that_is_not_running_is_one_sentence(
-    signed: oci.Reference, keys: Keys, host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    signed: remote.Reference, keys: Keys, host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/sock")
     with pytest.raises(Failure, match="the container engine does not answer") as caught:
@@ -216,7 +219,7 @@ def test_an_engine_that_is_not_running_is_one_sentence(
 
 
 def test_a_program_that_is_not_installed_is_one_sentence(
-    signed: oci.Reference, keys: Keys, host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    signed: remote.Reference, keys: Keys, host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     docker = shutil.which("docker")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -234,7 +237,7 @@ def test_a_registry_that_is_down_is_one_sentence(empty_engine: Engine, keys: Key
 
 
 def test_a_digest_that_is_not_there_is_one_sentence(
-    empty_engine: Engine, signed: oci.Reference, keys: Keys, host: Path
+    empty_engine: Engine, signed: remote.Reference, keys: Keys, host: Path
 ) -> None:
     failure = refused(host, empty_engine, f"{signed.name}@sha256:{'0' * 64}", "--key", str(keys.public))
     assert (failure.code, failure.message) == (Exit.INPUT, "there is no such image")
@@ -267,7 +270,7 @@ def test_bytes_that_were_changed_in_the_registry_are_refused(
 ) -> None:
     with registry(store) as address:
         pin = shipped(docker_engine, f"{address}/tampered", tmp_path / "x", keys.private)
-        manifest = oci.manifest(oci.reference(pin))
+        manifest = remote.manifest(remote.reference(pin))
         digests = {
             "layer": manifest["layers"][1]["digest"],
             "configuration": manifest["config"]["digest"],
@@ -287,7 +290,7 @@ def test_labels_that_a_registry_forges_do_not_help_it(
     """The configuration in the registry is replaced by one with this checkout's labels."""
     with registry(store) as address:
         pin = shipped(docker_engine, f"{address}/forged", tmp_path / "x", keys.private, env_id="0" * 64)
-        file = blob(store, oci.manifest(oci.reference(pin))["config"]["digest"])
+        file = blob(store, remote.manifest(remote.reference(pin))["config"]["digest"])
         file.write_text(file.read_text().replace("0" * 64, LABELS.env_id))
         failure = refused(host, empty_engine, pin, "--key", str(keys.public))
     assert failure.code == Exit.INPUT
@@ -314,13 +317,13 @@ def small() -> Iterator[Engine]:
 
 def test_a_disk_that_fills_while_pulling_is_one_sentence_and_is_empty_again(
     docker_engine: Engine, small: Engine, loopback_registry: str, keys: Keys, host: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, signed: oci.Reference,
+    monkeypatch: pytest.MonkeyPatch, signed: remote.Reference,
 ) -> None:  # fmt: skip
     use(small, monkeypatch)
     build(docker_engine, tmp_path / "x", f"{loopback_registry}/wide:1", zeros=80_000_000)
     docker_engine.docker("push", f"{loopback_registry}/wide:1")
-    wide = oci.reference(f"{loopback_registry}/wide").pinned(
-        oci.digest_of(oci.reference(f"{loopback_registry}/wide:1"))
+    wide = remote.reference(f"{loopback_registry}/wide").pinned(
+        remote.digest_of(remote.reference(f"{loopback_registry}/wide:1"))
     )
     failure = refused(host, small, str(wide), "--unsigned")
     assert (failure.code, failure.message) == (Exit.STORAGE, "the container engine's disk is full")
@@ -351,7 +354,9 @@ def test_a_pull_that_is_stopped_in_the_middle_leaves_nothing_and_goes_through_th
     number: signal.Signals, code: int,
 ) -> None:  # fmt: skip
     # other layers than any image before: what an engine has it does not ask for
-    pin = shipped(docker_engine, f"{loopback_registry}/slow{number}", tmp_path / "x", keys.private, 200_000 + number)
+    pin = shipped(
+        docker_engine, f"{loopback_registry}/slow{number}", tmp_path / "x", keys.private, noise=200_000 + number
+    )
     program = "import sys; from pathlib import Path; from env import pull; "
     program += f"sys.exit(pull.main(sys.argv[1:], Path({str(host)!r})))"
     with slow(loopback_registry, 100_000) as proxy:
@@ -367,4 +372,4 @@ def test_a_pull_that_is_stopped_in_the_middle_leaves_nothing_and_goes_through_th
         time.sleep(1)
         assert images(empty_engine) == []
         assert pull.main([pin, "--key", str(keys.public)], host) == 0
-    assert json.loads(oci.docker("image", "inspect", pin))[0]["RepoDigests"] == [pin]
+    assert json.loads(remote.docker("image", "inspect", pin))[0]["RepoDigests"] == [pin]

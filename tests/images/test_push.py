@@ -8,7 +8,7 @@ import pytest
 from engine import Engine
 from toys import LABELS, STATUS, Keys, build, other, use
 
-from env import bom, labels, oci, push
+from env import bom, labels, push, remote
 from env.errors import Exit, Failure
 
 pytestmark = pytest.mark.image
@@ -28,32 +28,32 @@ def refused(*argv: str) -> Failure:
 def tags(registry: str, repository: str) -> str:
     """What the registry has of a repository: nothing may be there after a refusal."""
     try:
-        return oci.docker("buildx", "imagetools", "inspect", "--raw", f"{registry}/{repository}:1")
+        return remote.docker("buildx", "imagetools", "inspect", "--raw", f"{registry}/{repository}:1")
     except Failure as failure:
         return failure.details[0].rpartition(": ")[2]
 
 
-def test_the_pushed_image_is_signed_and_carries_its_papers(signed: oci.Reference, keys: Keys) -> None:
-    oci.cosign("verify", "--key", str(keys.public), "--insecure-ignore-tlog=true", str(signed))
+def test_the_pushed_image_is_signed_and_carries_its_papers(signed: remote.Reference, keys: Keys) -> None:
+    remote.cosign("verify", "--key", str(keys.public), "--insecure-ignore-tlog=true", str(signed))
     for kind, wanted in (("cyclonedx", bom.make(LABELS, STATUS)), ("slsaprovenance1", bom.provenance(LABELS))):
         options = ["--key", str(keys.public), "--insecure-ignore-tlog=true", "--type", kind]
-        envelope = json.loads(oci.cosign("verify-attestation", *options, str(signed)))
+        envelope = json.loads(remote.cosign("verify-attestation", *options, str(signed)))
         statement = json.loads(base64.b64decode(envelope["payload"]))
         assert statement["subject"][0]["digest"] == {"sha256": str(signed.digest).removeprefix("sha256:")}
         assert statement["predicate"] == json.loads(wanted)
 
 
 def test_pushing_again_gives_the_same_digest_and_prints_it_last(
-    docker_engine: Engine, signed: oci.Reference, keys: Keys, capfd: pytest.CaptureFixture[str]
+    docker_engine: Engine, signed: remote.Reference, keys: Keys, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert push.main([f"{signed.name}:1", "--key", str(keys.private)]) == 0
     assert capfd.readouterr().out == f"{signed}\n"
     options = ["--key", str(keys.public), "--insecure-ignore-tlog=true", "--type", "cyclonedx"]
-    assert len(oci.cosign("verify-attestation", *options, str(signed)).splitlines()) == 1
+    assert len(remote.cosign("verify-attestation", *options, str(signed)).splitlines()) == 1
 
 
 def test_an_archive_of_the_image_is_pushed_under_the_digest_that_it_has(
-    docker_engine: Engine, loopback_registry: str, signed: oci.Reference, keys: Keys, tmp_path: Path,
+    docker_engine: Engine, loopback_registry: str, signed: remote.Reference, keys: Keys, tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     docker_engine.docker("save", "--output", tmp_path / "image.tar", f"{signed.name}:1")

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from engine import Engine
 
-from env import identity, labels, oci, push, variants
+from env import identity, labels, push, remote, variants
 
 CU130 = variants.load().variants["cu130"]
 LABELS = labels.Labels(
@@ -53,7 +53,7 @@ def use(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 def make_keys(folder: Path, name: str) -> Keys:
     """A new pair without a password."""
-    oci.cosign("generate-key-pair", "--output-key-prefix", str(folder / name))
+    remote.cosign("generate-key-pair", "--output-key-prefix", str(folder / name))
     return Keys(private=folder / f"{name}.key", public=folder / f"{name}.pub")
 
 
@@ -155,11 +155,11 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 @pytest.fixture(scope="session")
 def signed(
     docker_engine: Engine, loopback_registry: str, keys: Keys, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[oci.Reference]:
+) -> Iterator[remote.Reference]:
     """A good image in the registry, signed and with its papers, by digest."""
     name = f"{loopback_registry}/good:1"
     build(docker_engine, tmp_path_factory.mktemp("good"), name)
     with pytest.MonkeyPatch.context() as patch:
         use(docker_engine, patch)
         assert push.main([name, "--key", str(keys.private)]) == 0
-        yield oci.reference(name).pinned(oci.digest_of(oci.reference(name)))
+        yield remote.reference(name).pinned(remote.digest_of(remote.reference(name)))
