@@ -161,7 +161,10 @@ def provenance(labels: Labels, *, root: Path = ROOT) -> bytes:
                 "gpus": list(labels.gpus),
                 "clean": not labels.revision.endswith("-dirty"),
             },
-            "internalParameters": {"env_id": labels.env_id, "cache_ids": dict(sorted(labels.caches.items()))},
+            "internalParameters": {
+                "env_id": labels.env_id,
+                "cache_ids": {gpu: sorted(labels.caches[gpu]) for gpu in sorted(labels.caches)},
+            },
             "resolvedDependencies": materials,
         },
         "runDetails": {"builder": {"id": f"{BUILD_TYPE}#{labels.revision}"}, "metadata": {}},  # no times

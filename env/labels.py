@@ -7,7 +7,7 @@ stand for: the checkout's lock, the host's driver and cards.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +43,8 @@ class Labels:
     driver: str
     """Oldest NVIDIA driver that its CUDA runs on."""
 
-    caches: Mapping[str, str]
-    """`cache_id` of each sealed cache in it, by the GPU's key in `env/gpus.toml`, or `cpu`."""
+    caches: Mapping[str, Sequence[str]]
+    """`cache_id`s of the sealed caches in it, by the GPU's key in `env/gpus.toml`, or `cpu`."""
 
     revision: str
     """Of the project; with `-dirty` where the tree was not clean."""
@@ -61,13 +61,17 @@ class Labels:
             raise _bad(PYTHON, self.python, "a minor version like 3.11")
         if not re.fullmatch(r"[0-9]+(\.[0-9]+)*", self.driver):
             raise _bad(DRIVER, self.driver, "a version like 580 or 525.60.13")
-        for gpu, number in self.caches.items():
+        for gpu, number in self.pairs():
             if not _NAME.fullmatch(gpu) or not _ID.fullmatch(number):
                 raise _bad(CACHES, f"{gpu}={number}", "GPU=CACHE_ID, several with commas between")
         if not re.fullmatch(r"[0-9a-f]{40}(-dirty)?", self.revision):
             raise _bad(REVISION, self.revision, "a commit's 40 hexadecimal digits")
         if not _DIGEST.fullmatch(self.base):
             raise _bad(BASE, self.base, "sha256: and 64 hexadecimal digits")
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Each sealed cache: the card that it is for and its `cache_id`, sorted."""
+        return sorted((gpu, number) for gpu, numbers in self.caches.items() for number in numbers)
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -86,7 +90,7 @@ class Labels:
             VARIANT: self.variant,
             PYTHON: self.python,
             DRIVER: self.driver,
-            CACHES: ",".join(f"{gpu}={self.caches[gpu]}" for gpu in sorted(self.caches)),
+            CACHES: ",".join(f"{gpu}={number}" for gpu, number in self.pairs()),
             REVISION: self.revision,
             BASE: self.base,
         }
@@ -105,13 +109,16 @@ def read(labels: Mapping[str, str], what: str) -> Labels:
             f"{what} is no image of this project: it has no label {', '.join(lacking)}",
             hint="`nox -s image` builds one",
         )
-    pairs = [pair.partition("=") for pair in labels[CACHES].split(",") if pair]
+    caches: dict[str, tuple[str, ...]] = {}
+    for pair in filter(None, labels[CACHES].split(",")):
+        gpu, _, number = pair.partition("=")
+        caches[gpu] = (*caches.get(gpu, ()), number)
     return Labels(
         env_id=labels[ENV_ID],
         variant=labels[VARIANT],
         python=labels[PYTHON],
         driver=labels[DRIVER],
-        caches={gpu: number for gpu, _, number in pairs},
+        caches=caches,
         revision=labels[REVISION],
         base=labels[BASE],
     )

@@ -151,7 +151,7 @@ def test_provenance_names_everything_that_was_built_from_and_no_time() -> None:
     assert definition["externalParameters"] == {
         "variant": "cu130", "python": "3.11", "gpus": ["h200"], "clean": True,
     }  # fmt: skip
-    assert definition["internalParameters"]["cache_ids"] == dict(GOOD.caches)
+    assert definition["internalParameters"]["cache_ids"] == {gpu: list(ids) for gpu, ids in GOOD.caches.items()}
     assert [each["uri"] for each in definition["resolvedDependencies"]] == [
         "git:dflash", "oci:base", "file:requirements/cu130.txt", "file:requirements/tools.txt",
     ]  # fmt: skip

@@ -14,7 +14,7 @@ GOOD = labels.Labels(
     variant="cu130",
     python="3.11",
     driver=CU130.driver,
-    caches={"h200": "a" * 64, "cpu": "b" * 64},
+    caches={"cpu": ("b" * 64,), "h200": ("1" * 64, "a" * 64)},
     revision="c" * 40,
     base="sha256:" + "d" * 64,
 )
@@ -24,7 +24,7 @@ def test_labels_come_back_as_they_were_written() -> None:
     assert labels.read(GOOD.as_dict(), "image") == GOOD
     assert GOOD.gpus == ("h200",)
     assert GOOD.driver_floor == (580,)
-    turned = dataclasses.replace(GOOD, caches=dict(sorted(GOOD.caches.items())))
+    turned = dataclasses.replace(GOOD, caches=dict(sorted(GOOD.caches.items(), reverse=True)))
     assert turned.as_dict() == GOOD.as_dict()
 
 

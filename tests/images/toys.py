@@ -27,7 +27,7 @@ LABELS = labels.Labels(
     variant="cu130",
     python="3.11",
     driver=CU130.driver,
-    caches={"h200": "a" * 64},
+    caches={"h200": ("a" * 64,)},
     revision="c" * 40,
     base="sha256:" + "d" * 64,
 )
