@@ -204,6 +204,60 @@ def greedy(
     return [Reference(tokens=tuple(t), gaps=tuple(g)) for t, g in zip(tokens, gaps, strict=True)]
 
 
+Choose = Callable[[Tensor, Sequence[int], int], Tensor]
+"""From logits (R, V) of what comes next in the given rows, and its place in the response, to tokens (R,)."""
+
+
+@torch.inference_mode()
+def respond(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    choose: Choose,
+    *,
+    stop: frozenset[int] = frozenset(),
+    report: Report | None = None,
+) -> list[list[int]]:
+    """Continue every prompt by `new_tokens` tokens or to a stop token (included), a token at a time.
+
+    Once half of the rows have ended, the others go on without them. A target with a state that cannot be cut takes
+    prompts of one length only, and keeps all rows to the end.
+    """
+    flat = cuts(model)
+    if not flat and len({len(prompt) for prompt in prompts}) > 1:
+        raise ValueError("prompts of several lengths for a target whose state knows no padding")
+    cache = DynamicCache() if flat else DynamicCache(config=model.config)
+    found: list[list[int]] = [[] for _ in prompts]
+    live = list(range(len(prompts)))
+    logits = _prefill(model, cache, prompts)
+    for step in range(new_tokens):
+        chosen = choose(logits, live, step)
+        for row, token in zip(live, chosen.tolist(), strict=True):
+            if not (found[row] and found[row][-1] in stop):
+                found[row].append(token)
+        ended = [bool(found[row] and found[row][-1] in stop) for row in live]
+        if report is not None:
+            report(len(live) - sum(ended))
+        if all(ended) or step == new_tokens - 1:
+            break
+        if flat and 2 * sum(ended) >= len(live):
+            places = [place for place, over in enumerate(ended) if not over]
+            live, chosen = [live[place] for place in places], chosen[places]
+            held = max(len(prompts[row]) for row in live) + step
+            _shift(cache, places, [cache.get_seq_length()] * len(places), held)
+        logits = _extend(model, cache, chosen.unsqueeze(1), [len(prompts[row]) + step for row in live])[:, -1]
+    return found
+
+
+def cuts(model: PreTrainedModel) -> bool:
+    """Whether all that a target remembers is keys and values, which can be cut and padded."""
+    try:
+        _new_cache(model)
+    except Failure:
+        return False
+    return True
+
+
 def _new_cache(model: PreTrainedModel) -> DynamicCache:
     """A cache of plain keys and values for every layer, sliding ones too: their window is the mask's business here."""
     for layer in DynamicCache(config=model.config).layers:
