@@ -38,6 +38,12 @@ def train(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def data(session: nox.Session) -> None:
+    """Prepare chats, rewrite their responses, keep features of them: -- prepare | regenerate | features [--help]"""
+    run(session, "launch", "dflash", "data", *session.posargs, alone=True)
+
+
+@nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Run the tests in a variant's environment: -- [--variant V | --all-variants] [pytest's options]"""
     run(session, "tests", *session.posargs)

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from dflash import cli_data
 from dflash.stopping import Stopped
 from env.errors import Exit, Failure, report
 
@@ -44,6 +45,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train DFlash drafters.",
 )
+app.add_typer(cli_data.app, name="data")
 
 
 @app.command(epilog=EXAMPLES)
@@ -84,6 +86,10 @@ def verify(
     print(verified(settings, device))
 
 
+def _session(argv: Sequence[str]) -> str:
+    return argv[0] if argv and argv[0] in {"data", "verify"} else "train"
+
+
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit code; whatever a user can mend is one sentence, not a traceback."""
     try:
@@ -96,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
         return int(stopped.code)
     except USAGE_ERRORS as error:
         said = error.format_message() if hasattr(error, "format_message") else str(error)
-        return report(Failure(Exit.USAGE, said, hint="`nox -s train -- --help` lists what there is"))
+        return report(Failure(Exit.USAGE, said, hint=f"`nox -s {_session(argv)} -- --help` lists what there is"))
     except (typer.Abort, KeyboardInterrupt):
         return int(Exit.INTERRUPTED)
     except OSError as error:

@@ -33,6 +33,7 @@ ROWS = "rows"
 """The folder of the packed rows, within the one of the features."""
 JOURNAL = "shards.jsonl"
 """Files that are whole, a line each; its end tells where to go on."""
+_MADE = "`nox -s data -- features --help` says how they are made"
 FAULTY = 0.1
 """Share of the rows whose features may be no numbers."""
 
@@ -124,6 +125,19 @@ def write(
     return kept
 
 
+def digest(folder: Path) -> str:
+    """Digest of a folder's manifest, which holds those of all its files.
+
+    Raises:
+        Failure: Exit.INPUT, when there is none.
+    """
+    try:
+        return storage.sha256(folder / MANIFEST)
+    except OSError as error:
+        what = f"`{folder}` holds no features: its {MANIFEST} cannot be read: {error.strerror}"
+        raise Failure(Exit.INPUT, what, hint=_MADE) from None
+
+
 def opened(folder: Path, settings: config.Config, target: Target) -> Kept:
     """Features that `write` has written, for a training with this configuration and target.
 
@@ -145,7 +159,7 @@ def opened(folder: Path, settings: config.Config, target: Target) -> Kept:
         data = str(theirs["data"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         message = f"`{folder}` holds no features: its {MANIFEST} is missing, or was changed"
-        raise Failure(Exit.INPUT, message, hint="`nox -s data -- features --help` says how they are made") from None
+        raise Failure(Exit.INPUT, message, hint=_MADE) from None
     differing = _differences(theirs, identity(settings, target, data))
     if differing:
         raise Failure(

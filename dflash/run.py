@@ -89,8 +89,17 @@ def environment(folder: Path) -> dict[str, Any]:
 
 
 def drifted(folder: Path) -> str:
-    """What every status line must say about the environment; empty when it is the locked one."""
-    record = environment(folder)
+    """What every status line of a run must say about its environment; empty when it is the locked one."""
+    return _status(environment(folder))
+
+
+def drifted_now() -> str:
+    """What every status line of a program without a run's folder must say about its environment."""
+    handed = os.environ.get(ENVIRONMENT)
+    return _status((_read(Path(handed)) if handed else None) or {})
+
+
+def _status(record: dict[str, Any]) -> str:
     if record.get("drift"):
         return "environment drifted"
     return "" if record.get("env_id") else "environment not checked"

@@ -15,7 +15,14 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.masking_utils import create_masks_for_generate
 
 from dflash import config
@@ -66,8 +73,7 @@ def load(name: str, *, device: torch.device, dtype: torch.dtype) -> Target:
         Failure: Exit.INPUT, when there is no such model, it cannot be read whole, or it has no tokenizer;
             Exit.UNREACHABLE, when it would have to be fetched and the hub does not answer.
     """
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise Failure(Exit.INPUT, f"the target folder `{name}` holds no model: it has no config.json")
+    _require_config(name)
     with quiet():
         try:
             # Cheap, and without it a name that is no model would only be noticed after the tokenizer's files.
@@ -83,19 +89,49 @@ def load(name: str, *, device: torch.device, dtype: torch.dtype) -> Target:
         if absent:
             # transformers would draw them at random and only warn.
             raise Failure(Exit.INPUT, f"the target `{name}` lacks {len(absent)} of its weights, `{absent[0]}` first")
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except _UNUSABLE as error:
-            raise Failure(Exit.INPUT, f"the target `{name}` has no usable tokenizer: {_sentence(error)}") from None
-        # For some architectures transformers makes up an empty tokenizer where there are no files.
-        if not tokenizer.encode("text", add_special_tokens=False):
-            raise Failure(Exit.INPUT, f"the target `{name}` has no usable tokenizer: it has no tokens for text")
+        tokenizer = _tokenizer(name)
         rows = _table(model).weight.shape[0]
         if len(tokenizer) > rows:
             message = f"the target `{name}` has {rows} rows in its table, its tokenizer {len(tokenizer)} tokens"
             raise Failure(Exit.INPUT, message)
     model = model.to(device).eval().requires_grad_(False)
     return Target(model=model, tokenizer=tokenizer, name=name, packs=keeps_documents_apart(model))
+
+
+def reader(name: str) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
+    """A target's tokenizer and the tokens that end its responses, without its weights.
+
+    Raises:
+        Failure: as `load`.
+    """
+    _require_config(name)
+    with quiet():
+        try:
+            shape = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except _UNUSABLE as error:
+            raise _refusal(name, error) from None
+        try:
+            settings = GenerationConfig.from_pretrained(name)
+        except OSError:
+            settings = GenerationConfig.from_model_config(shape)
+        tokenizer = _tokenizer(name)
+    return tokenizer, _ends(settings, tokenizer)
+
+
+def _require_config(name: str) -> None:
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise Failure(Exit.INPUT, f"the target folder `{name}` holds no model: it has no config.json")
+
+
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except _UNUSABLE as error:
+        raise Failure(Exit.INPUT, f"the target `{name}` has no usable tokenizer: {_sentence(error)}") from None
+    # For some architectures transformers makes up an empty tokenizer where there are no files.
+    if not tokenizer.encode("text", add_special_tokens=False):
+        raise Failure(Exit.INPUT, f"the target `{name}` has no usable tokenizer: it has no tokens for text")
+    return tokenizer
 
 
 def describe(target: Target) -> Facts:
@@ -183,10 +219,13 @@ def encode(target: Target, text: str) -> Tensor:
 
 def stop_tokens(target: Target) -> frozenset[int]:
     """Tokens that end a response: those of the model's generation settings and the tokenizer's own."""
-    settings = target.model.generation_config
+    return _ends(target.model.generation_config, target.tokenizer)
+
+
+def _ends(settings: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     ends = getattr(settings, "eos_token_id", None)
     found = ends if isinstance(ends, list) else [ends]
-    return frozenset(int(token) for token in (*found, target.tokenizer.eos_token_id) if token is not None)
+    return frozenset(int(token) for token in (*found, tokenizer.eos_token_id) if token is not None)
 
 
 def digest(target: Target) -> str:

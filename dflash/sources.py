@@ -1,0 +1,90 @@
+"""What a training reads its rows from, apart from the shipped text: a user's data, or features that were kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dflash import chats, config, features, prepared, run
+from dflash import target as targets
+from dflash.prepared import Stored
+from dflash.preparing import Recipe
+from dflash.rendering import Renderer
+from dflash.target import Target
+from env.cache import places
+
+FOLDER = "data"
+"""Where prepared data lie below the folder of this user's caches."""
+
+
+def home(say: Callable[[str], None]) -> Path:
+    """The folder of prepared data.
+
+    Raises:
+        Failure: Exit.STORAGE, when there is none that this user can write.
+    """
+    found = places.cache_home()
+    if found.notice:
+        say(found.notice)
+    return found.path / FOLDER
+
+
+def recipe(settings: config.Config, faulty: float) -> Recipe:
+    """What a configuration says about its rows; `faulty` is the share of lines that may be of no use."""
+    return Recipe(
+        sequence=settings.shapes.sequence,
+        held_out=settings.evaluation.prompts,
+        prompt_tokens=settings.evaluation.prompt_tokens,
+        faulty=faulty,
+    )
+
+
+def stored(
+    path: Path,
+    settings: config.Config,
+    target: Target,
+    *,
+    faulty: float,
+    watch: Callable[[int], None],
+    say: Callable[[str], None],
+) -> Stored:
+    """The packed rows of a user's data for a configuration and a target; says what was left out.
+
+    Raises:
+        Failure: see `prepared.prepare`.
+    """
+    whole = Renderer(
+        tokenizer=target.tokenizer,
+        name=target.name,
+        ends=targets.stop_tokens(target),
+        sequence=settings.shapes.sequence,
+    )
+    rows = prepared.prepare(path, whole, recipe(settings, faulty), home(say), watch=watch, say=say)
+    prepared.report(rows, say)
+    return rows
+
+
+def given(data: Path | None, kept: Path | None) -> dict[str, Any]:
+    """What decides a run's numbers of the two, by content; empty when there is neither.
+
+    Raises:
+        Failure: Exit.INPUT, when one cannot be read.
+    """
+    if data is not None:
+        return {"data": chats.digest(chats.files(data))}
+    return {} if kept is None else {"features": features.digest(kept)}
+
+
+def keep(folder: Path, rows: Stored) -> None:
+    """Write into a run's folder what its data are and what was left out of them."""
+    content = {
+        "key": rows.key,
+        "rows": len(rows.tokens),
+        "documents": rows.documents,
+        "cut": rows.truncated,
+        "fill": round(rows.fill, 4),
+        "held_out": len(rows.held_out),
+        "left_out": {kind.name.lower(): list(found) for kind, found in rows.faults.found.items()},
+    }
+    run.write_json(folder / "data.json", content)
