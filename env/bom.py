@@ -152,6 +152,7 @@ def provenance(labels: Labels, *, root: Path = ROOT) -> bytes:
     for file in files:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         materials.append({"uri": f"file:{file.relative_to(root)}", "digest": {"sha256": digest}})
+    caches = {gpu: sorted(numbers) for gpu, numbers in sorted(labels.caches.items())}
     statement = {
         "buildDefinition": {
             "buildType": BUILD_TYPE,
@@ -163,7 +164,7 @@ def provenance(labels: Labels, *, root: Path = ROOT) -> bytes:
             },
             "internalParameters": {
                 "env_id": labels.env_id,
-                "cache_ids": {gpu: sorted(labels.caches[gpu]) for gpu in sorted(labels.caches)},
+                "cache_ids": caches,
             },
             "resolvedDependencies": materials,
         },
