@@ -21,7 +21,21 @@ from env.errors import Exit, Failure
 from env.variants import ROOT
 
 NOXFILE = ROOT / "noxfile.py"
-SESSIONS = ["train", "data", "tests", "lint", "typecheck", "lock", "bake", "verify", "cache", "push", "pull", "audit", "doctor"]
+SESSIONS = [
+    "train",
+    "data",
+    "tests",
+    "lint",
+    "typecheck",
+    "lock",
+    "bake",
+    "verify",
+    "cache",
+    "push",
+    "pull",
+    "audit",
+    "doctor",
+]
 FAKE_NOX = {"nox/__init__.py": "", "nox/__main__.py": "import sys; print('nox', *sys.argv[1:])\n"}
 
 
