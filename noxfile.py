@@ -75,7 +75,7 @@ def bake(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def verify(session: nox.Session) -> None:
-    """Replay one training step from the baked cache, and count every hit and miss: -- [--config NAME]"""
+    """Replay one training step from the baked cache, and count every hit and miss: -- [--config NAME] [--harvest]"""
     run(session, "launch", "dflash", "verify", *session.posargs)
 
 
@@ -105,7 +105,7 @@ def audit(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def doctor(session: nox.Session) -> None:
-    """Say what this machine lacks, and what to do about it: -- [--json] [--compare RUN_A RUN_B]"""
+    """Say what this machine lacks, and what mends it: -- [--json] [--compare RUN_A RUN_B | --compile | --gpu-row]"""
     run(session, "doctor", *session.posargs)
 
 

@@ -6,12 +6,14 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dflash import HANDED, config, graphs, replay
-from env.cache import examine, several, store, verify
+from env.cache import examine, places, several, store, verify
+from env.cache import harvest as harvesting
 from env.errors import Exit, Failure
 
 
@@ -30,11 +32,15 @@ def opened(settings: config.Config, device: torch.device) -> store.Choice:
     Raises:
         Failure: Exit.CACHE, when the one that fits is refused; Exit.STORAGE, when nothing can be written.
     """
-    # inductor imports it on every host, and it warns that a CPU run has no CUDA, which nobody has asked
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    _quieten()
     choice = store.choose(identity(settings, device), environ=HANDED)
     os.environ.update(choice.environ)
     return choice
+
+
+def _quieten() -> None:
+    # inductor imports it on every host, and it warns that a CPU run has no CUDA, which nobody has asked
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def opened_many(settings: config.Config, devices: Sequence[torch.device]) -> tuple[store.Choice, ...]:
@@ -48,7 +54,7 @@ def opened_many(settings: config.Config, devices: Sequence[torch.device]) -> tup
     Raises:
         Failure: as `opened` does.
     """
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    _quieten()
     choices = several.choose([identity(settings, device) for device in devices], environ=HANDED)
     os.environ.update(choices[0].environ)
     return choices
@@ -111,18 +117,21 @@ def _sealed_details(choices: Sequence[store.Choice]) -> dict[str, Sequence[str]]
     return found
 
 
-def verified(settings: config.Config, device: str = "") -> str:
-    """Replay one training step from the sealed cache that fits; the counts in a sentence.
+def verified(settings: config.Config, device: str = "", *, harvest: bool = False, key: Path | None = None) -> list[str]:
+    """Replay one training step from the sealed cache that fits; what came of it, a sentence a line.
+
+    With `harvest`, the winners among the kernels' configurations that this step has found are sealed with the rest as
+    a new cache, signed with `key`.
 
     Raises:
         Failure: Exit.CACHE, when no sealed cache fits, or a promised key did not hit, or anything missed; with the
-            factors that differ.
+            factors that differ. See `env.cache.harvest`.
     """
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", 0)
-    wanted = identity(settings, found)
-    choice = store.choose(wanted, environ=HANDED)
+    _quieten()
+    choice = store.choose(identity(settings, found), environ=HANDED)
     if choice.manifest is None:
         raise Failure(
             Exit.CACHE,
@@ -137,4 +146,18 @@ def verified(settings: config.Config, device: str = "") -> str:
     )
     if verdict.problems:
         raise verdict.failure(str(choice.path))
-    return f"{verdict.sentence()}; first step {outcome['seconds']['first_step']:.2f} s on {outcome['device']}"
+    said = [f"{verdict.sentence()}; first step {outcome['seconds']['first_step']:.2f} s on {outcome['device']}"]
+    return [*said, _harvested(choice, key)] if harvest else said
+
+
+def _harvested(choice: store.Choice, key: Path | None) -> str:
+    new = harvesting.news(choice)
+    made = harvesting.harvest(choice, places.cache_home(HANDED).path, key=key)
+    if made is None:
+        return "nothing new to bring back: the cache holds every winner that this device has found"
+    place, manifest = made
+    winners = "1 winner" if len(new) == 1 else f"{len(new)} winners"
+    return (
+        f"{winners} brought back: {place}, digest {manifest.digest[:16]}, parent {str(manifest.parent)[:16]}; "
+        "runs use it from now on"
+    )

@@ -72,18 +72,41 @@ def train(
     follow(Request(settings=settings, name=f"{name}-seed{seed}", seed=seed, run=run, target=target, text=text))
 
 
-@app.command()
+VERIFY_EXAMPLES = """
+Examples:
+
+  nox -s verify                                       the small preset, on this machine
+
+  nox -s verify -- --config qwen3-8b --harvest        and bring back which kernels won here
+
+  nox -s verify -- --config qwen3-8b --device cuda:5  for a process that sees several cards
+"""
+
+
+@app.command(epilog=VERIFY_EXAMPLES)
 def verify(
     config: Annotated[str, typer.Option(help="Preset (tiny, qwen3-4b, qwen3-8b) or a TOML file.")] = "tiny",
     device: Annotated[str, typer.Option(help="cpu, cuda:0, cuda:5; by default the first GPU, or the CPU.")] = "",
+    harvest: Annotated[
+        bool,
+        typer.Option("--harvest", help="Then seal the kernels' winners that this device has found, as a new cache."),
+    ] = False,
+    key: Annotated[
+        Path | None, typer.Option(help="With --harvest: a private SSH key that signs the new cache.")
+    ] = None,
 ) -> None:
     """Replay one training step from the baked cache: every promised key must hit, and nothing may miss."""
     from dflash import config as configs
 
+    if key is not None and not harvest:
+        raise Failure(
+            Exit.USAGE, "`--key` signs what `--harvest` seals, which is not asked for", hint="add `--harvest`"
+        )
     settings = configs.load(config)
     from dflash.caches import verified
 
-    print(verified(settings, device))
+    for line in verified(settings, device, harvest=harvest, key=key):
+        print(line)
 
 
 def _session(argv: Sequence[str]) -> str:

@@ -123,7 +123,7 @@ def explain(error: BaseException) -> Failure | None:
             details=poison.lines()
             if poison
             else ("a trace runs in this thread, or `dflash.tracing.cure` was not called",),
-            hint="`python -m dflash.diagnose` shows the flag, who sets it, and whether the cure is in",
+            hint="`nox -s doctor -- --compile` shows the flag, who sets it, and whether the cure is in",
         )
     if isinstance(error, RuntimeError) and "found no compiled frames" in text:
         lines = [line.strip(" -") for line in text.splitlines()]

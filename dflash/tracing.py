@@ -212,7 +212,7 @@ def _unknown(found: str) -> Failure:
         f"torch {torch.__version__} keeps its tracing state in a shape that was never read",
         details=(f"found: {found}", f"read in torch {', '.join(READ_IN)}"),
         hint="use one of those versions, and call `dflash.tracing.cure` before anything else patches torch.fx; "
-        "`python -m dflash.diagnose` shows the code",
+        "`nox -s doctor -- --compile` shows the code",
     )
 
 

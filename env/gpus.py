@@ -142,18 +142,22 @@ def differences(row: Gpu, card: Gpu) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m env.gpus [INDEX]`, in an environment with torch: print the row of the card at hand.
+    """`python -m env.gpus [INDEX] [--json]`, in an environment with torch: print the row of the card at hand.
 
     Raises:
         Failure: see `read`; Exit.USAGE, for an index that is no number.
     """
-    if len(argv) > 1 or not all(word.isdecimal() for word in argv):
-        raise Failure(Exit.USAGE, f"`{' '.join(argv)}` is no device index", hint="a number, or nothing for the first")
-    card = read(int(argv[0]) if argv else 0)
-    print(as_row(card))
+    words = [word for word in argv if word != "--json"]
+    if len(words) > 1 or not all(word.isdecimal() for word in words):
+        raise Failure(Exit.USAGE, f"`{' '.join(words)}` is no device index", hint="a number, or nothing for the first")
+    card = read(int(words[0]) if words else 0)
     known = load().get(card.key)
+    found = differences(known, card) if known is not None else []
+    if "--json" in argv:
+        print(json.dumps({"row": asdict(card), "known": known is not None, "differences": found}, indent=1))
+        return int(Exit.DONE)
+    print(as_row(card))
     if known is not None:
-        found = differences(known, card)
         print("\n".join(f"# {line}" for line in found or [f"the row `{known.key}` is right in every value"]))
     return int(Exit.DONE)
 

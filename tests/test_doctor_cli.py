@@ -275,6 +275,65 @@ def test_compare_is_handed_to_the_record_with_its_arguments(monkeypatch: pytest.
     assert asked == [["a", "b", "--json"], ["a", "b"]]
 
 
+def asked_of(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from env import environment
+
+    monkeypatch.setattr(environment, "python_of", lambda *_, **__: Path(python))
+
+
+def test_what_needs_torch_is_put_to_the_training_environments_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@" "[$PYTHONPATH]" "[$TORCHINDUCTOR_CACHE_DIR]"; exit 5\n')
+    python.chmod(0o755)
+    asked_of(str(python), monkeypatch)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/of/the/host")
+    for arguments, words in (
+        (["--compile"], "-P -m dflash.diagnose"),
+        (["--variant", "cu132", "--compile", "--json", "--no-cure"], "-P -m dflash.diagnose --no-cure --json"),
+        (["--gpu-row"], "-P -m env.gpus 0"),
+        (["--gpu-row", "3", "--variant", "cu128", "--json"], "-P -m env.gpus 3 --json"),
+    ):
+        assert cli.main(arguments) == Exit.HOST, "its exit code is ours"
+        said = capfd.readouterr()
+        assert said.out == f"{words} [{ROOT}] []\n", "started as a launch would: nothing of the host's enters"
+        assert "TORCHINDUCTOR_CACHE_DIR" in said.err
+
+
+def test_without_a_gpu_the_row_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked_of(sys.executable, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.main(["--gpu-row"]) == Exit.HOST
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "error: torch sees no GPU 0 here\n")
+
+
+def test_what_compiling_does_is_told_by_the_training_environments_torch(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked_of(sys.executable, monkeypatch)
+    assert cli.main(["--compile", "--no-cure", "--json"]) == Exit.DONE
+    assert "as it is" in json.loads(capfd.readouterr().out)
+
+
+def test_without_an_environment_to_ask_it_is_said_which_and_how_to_make_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked_of(str(tmp_path / "none/bin/python"), monkeypatch)
+    assert cli.main(["--compile", "--variant", "cu132"]) == Exit.HOST
+    said = capfd.readouterr().err
+    assert "there is no environment of cu132 here yet, and so no torch to ask" in said
+    assert "`nox -s train -- --variant cu132 --help` makes it" in said
+    for question in ("--compile", "--gpu-row"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([question, "--help"])
+        assert ended.value.code == 0
+        assert f"doctor {question} --json" in capfd.readouterr().out
+
+
 # Sick hosts, for real.
 
 

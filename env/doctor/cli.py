@@ -18,10 +18,13 @@ from env.doctor.report import as_json, as_text, put, terminal
 from env.errors import Exit, Failure, report
 from env.variants import ROOT, load
 
-ELSEWHERE = {"--compare": "env.record:main"}
-"""Questions that another module answers: the first argument, and the function that is given the remaining ones. Those
-that need torch (what its FX flag says, a card's row for env/gpus.toml) belong here too, since this process has
-none."""
+ELSEWHERE = {
+    "--compare": "env.record:main",
+    "--compile": "env.doctor.training:compiling",
+    "--gpu-row": "env.doctor.training:gpu_row",
+}
+"""Questions that another module answers, and the function that is given the other arguments. Those that need torch are
+put to the training environment's Python, since this process has none."""
 
 DEFAULT = "tiny"
 """The configuration of a run without `--config`."""
@@ -33,6 +36,8 @@ examples:
   doctor --variant cu132 --json       for a program; holds the facts too
   doctor --json | doctor --host -     judge what another host's facts say
   doctor --compare RUN_A RUN_B        what differs between two runs' environments
+  doctor --compile                    what compiling in several threads does here (--compile --help)
+  doctor --gpu-row                    the card at hand as a row of env/gpus.toml (--gpu-row --help)
 
 exit codes: 0 nothing worse than a warning, 2 wrong command line or configuration,
             3 the environment is not the locked one, 5 this host lacks something"""
@@ -43,6 +48,9 @@ def main(argv: list[str]) -> int:
     try:
         if argv and argv[0] in ELSEWHERE:
             return _elsewhere(argv[0])(argv[1:])
+        for question in ("--compile", "--gpu-row"):  # wherever they stand: `doctor --variant cu132 --compile`
+            if question in argv:
+                return _elsewhere(question)([word for word in argv if word != question])
         return _doctor(_parser().parse_args(argv))
     except Failure as failure:
         return report(failure)
@@ -81,6 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare", nargs=2, metavar=("RUN_A", "RUN_B"), help="what differs between two runs' environments"
     )
+    parser.add_argument(
+        "--compile", action="store_true", help="ask a variant's torch what compiling in several threads does, and why"
+    )
+    parser.add_argument("--gpu-row", nargs="?", metavar="INDEX", help="print a real card's row for env/gpus.toml")
     return parser
 
 
