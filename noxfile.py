@@ -98,6 +98,12 @@ def pull(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def rootfs(session: nox.Session) -> None:
+    """Make an LXC container's root file system archive from an image: -- IMAGE OUT.tar.zst"""
+    run(session, "rootfs", *session.posargs, alone=True)
+
+
+@nox.session(venv_backend="none")
 def audit(session: nox.Session) -> None:
     """Look for known vulnerabilities in the locks, where a feed of them answers: -- [--lock NAME] [--ignore ID]"""
     run(session, "audit", *session.posargs)

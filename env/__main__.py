@@ -23,6 +23,7 @@ COMMANDS = {
     "bom": "env.bom:main",
     "push": "env.push:main",
     "pull": "env.pull:main",
+    "rootfs": "env.rootfs:main",
 }
 """Each command's `module:function`, which takes the remaining arguments and returns an exit code."""
 

@@ -33,6 +33,7 @@ SESSIONS = [
     "cache",
     "push",
     "pull",
+    "rootfs",
     "audit",
     "doctor",
 ]
