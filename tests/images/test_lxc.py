@@ -55,14 +55,12 @@ def image(docker_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> st
     (root / "opt/dflash/entrypoint").write_text(ENTRYPOINT)
     (root / "opt/dflash/entrypoint").chmod(0o755)
     subprocess.run(["tar", "-cf", work / "root.tar", "-C", root, "."], check=True)
-    lines = [
-        "FROM scratch",
-        "ADD root.tar /",
-        r'ENV GREETING="it\'s \$HOME"',
-        "WORKDIR /opt/dflash",
+    lines = ["FROM scratch", "ADD root.tar /", """ENV GREETING="it's \\$HOME" """, "WORKDIR /opt/dflash"]
+    lines += [
         "USER 10001:10001",
+        'ENTRYPOINT ["/usr/bin/tini", "--", "/opt/dflash/entrypoint"]',
+        'CMD ["train", "a b"]',
     ]
-    lines += ['ENTRYPOINT ["/usr/bin/tini", "--", "/opt/dflash/entrypoint"]', 'CMD ["train", "a b"]']
     (work / "Dockerfile").write_text("\n".join(lines))
     docker_engine.docker("buildx", "build", "--quiet", "--provenance=false", "--tag", "rooted:1", work)
     return "rooted:1"
