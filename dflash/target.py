@@ -25,8 +25,9 @@ from transformers import (
 )
 from transformers.masking_utils import create_masks_for_generate
 
-from dflash import config
+from dflash import config, tensor_parallel
 from dflash.data import positions
+from dflash.tensor_parallel import whole
 from env.errors import Exit, Failure
 
 _UNUSABLE = (
@@ -64,14 +65,20 @@ class Facts:
     """Base of the rotary embedding; None when the target has none."""
 
 
-def load(name: str, *, device: torch.device, dtype: torch.dtype) -> Target:
+def load(name: str, *, device: torch.device, dtype: torch.dtype, split: bool = False) -> Target:
     """Load a folder in transformers' format, or a model of the hub by its name, frozen.
 
     Code that comes with a model is never run: only architectures that transformers itself has.
 
+    Args:
+        name: folder or hub name.
+        device: where it goes.
+        dtype: number format of its weights.
+        split: over all processes of the group, which must all call this: for one that is larger than a GPU.
+
     Raises:
-        Failure: Exit.INPUT, when there is no such model, it cannot be read whole, or it has no tokenizer;
-            Exit.UNREACHABLE, when it would have to be fetched and the hub does not answer.
+        Failure: Exit.INPUT, when there is no such model, it cannot be read whole, it has no tokenizer, or cannot be
+            split; Exit.UNREACHABLE, when it would have to be fetched and the hub does not answer.
     """
     _require_config(name)
     with quiet():
@@ -94,6 +101,8 @@ def load(name: str, *, device: torch.device, dtype: torch.dtype) -> Target:
         if len(tokenizer) > rows:
             message = f"the target `{name}` has {rows} rows in its table, its tokenizer {len(tokenizer)} tokens"
             raise Failure(Exit.INPUT, message)
+    if split:
+        model = tensor_parallel.split(model, name)
     model = model.to(device).eval().requires_grad_(False)
     return Target(model=model, tokenizer=tokenizer, name=name, packs=keeps_documents_apart(model))
 
@@ -199,7 +208,7 @@ def embedding(target: Target) -> Tensor:
     """The frozen embedding table, (V, H), in the model's dtype; scaled where the target scales what it looks up."""
     table = _table(target.model)
     if type(table) is nn.Embedding:
-        return table.weight.detach()
+        return whole(table.weight.detach())
     with torch.no_grad():
         rows: Tensor = table(torch.arange(table.weight.shape[0], device=table.weight.device))
     return rows
@@ -208,7 +217,7 @@ def embedding(target: Target) -> Tensor:
 def head(target: Target) -> Tensor:
     """The frozen head, (V, H), in the model's dtype; the embedding table itself where the two are tied."""
     weight: Tensor = _output(target.model).weight
-    return weight.detach()
+    return whole(weight.detach())
 
 
 def encode(target: Target, text: str) -> Tensor:
@@ -233,7 +242,8 @@ def digest(target: Target) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(target.model.state_dict().items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+        values: Tensor = whole(tensor.detach()).contiguous().cpu()
+        found.update(values.flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
