@@ -17,7 +17,7 @@ import subprocess
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from env import remote
 from env.building import say, terminable
@@ -114,9 +114,9 @@ def copy(source: IO[bytes], target: IO[bytes], config: Mapping[str, Any], number
     Raises:
         Failure: Exit.INPUT, when the export ends early.
     """
-    sbin = "sbin"
+    sbin, plain = "sbin", cast("IO[bytes]", _Plain(target))
     try:
-        with tarfile.open(fileobj=source, mode="r|") as exported, tarfile.open(fileobj=target, mode="w|") as made:
+        with tarfile.open(fileobj=source, mode="r|") as exported, tarfile.open(fileobj=plain, mode="w") as made:
             for member in exported:
                 name = member.name.rstrip("/")
                 if name == "sbin" and member.issym():  # as on Debian; a folder of that name would replace the link
@@ -136,6 +136,22 @@ def copy(source: IO[bytes], target: IO[bytes], config: Mapping[str, Any], number
                 made.addfile(*_file(name, text, mode))
     except (tarfile.TarError, EOFError) as error:
         raise Failure(Exit.INPUT, f"the engine's export of the image ends early: {error}") from error
+
+
+class _Plain:
+    """A pipe that knows how much has gone into it. tarfile's own stream would write on when it is being stopped."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe, self._at = pipe, 0
+
+    def write(self, data: bytes) -> int:
+        """Write all of it."""
+        self._at += len(data)
+        return self._pipe.write(data)
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self._at
 
 
 def _folder(name: str) -> tarfile.TarInfo:
