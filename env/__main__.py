@@ -24,6 +24,7 @@ COMMANDS = {
     "push": "env.push:main",
     "pull": "env.pull:main",
     "rootfs": "env.rootfs:main",
+    "scale": "env.scale:main",
 }
 """Each command's `module:function`, which takes the remaining arguments and returns an exit code."""
 

@@ -190,7 +190,7 @@ def written(out: Path) -> Iterator[IO[bytes]]:
     try:
         # one thread decides nothing here: zstd's output is the same with any number of them
         process = subprocess.Popen(
-            ["zstd", "--quiet", "--force", "--threads=0", "-10", "-o", str(part)],
+            ["zstd", "--quiet", "--force", "--threads=0", "-3", "-o", str(part)],
             stdin=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         assert process.stdin is not None
