@@ -22,7 +22,10 @@ from typing import Any
 from env.errors import Exit, Failure
 
 _REFERENCE = re.compile(
-    r"(?P<name>(?:[A-Za-z0-9.-]+(?::[0-9]+)?/)?[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*)"
+    r"(?P<name>"
+    # a first part with a dot or a port is a registry's, and may have capitals
+    r"(?:(?:[A-Za-z0-9][A-Za-z0-9-]*(?:\.[A-Za-z0-9][A-Za-z0-9-]*)+(?::[0-9]+)?|[A-Za-z0-9][A-Za-z0-9-]*:[0-9]+)/)?"
+    r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*)"
     r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
 
