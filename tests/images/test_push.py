@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,24 @@ def test_an_archive_of_the_image_is_pushed_under_the_digest_that_it_has(
     name = f"{loopback_registry}/archived:1"
     assert push.main([name, "--archive", str(tmp_path / "image.tar"), "--key", str(keys.private)]) == 0
     assert capfd.readouterr().out == f"{loopback_registry}/archived@{signed.digest}\n"
+
+
+def test_an_archive_that_buildx_wrote_keeps_its_digest_and_its_layers(
+    docker_engine: Engine, loopback_registry: str, keys: Keys, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    build(docker_engine, tmp_path / "x", "toy:1")
+    archive = tmp_path / "image.tar"
+    output = f"type=oci,dest={archive},compression=zstd,force-compression=true,oci-mediatypes=true"
+    docker_engine.docker("buildx", "build", "--provenance=false", "--output", output, tmp_path / "x")
+    with tarfile.open(archive) as held:
+        index = held.extractfile("index.json")
+        assert index is not None
+        (written,) = json.load(index)["manifests"]
+    name = f"{loopback_registry}/written:1"
+    assert push.main([name, "--archive", str(archive), "--key", str(keys.private)]) == 0
+    assert capfd.readouterr().out == f"{loopback_registry}/written@{written['digest']}\n"
+    kinds = {layer["mediaType"] for layer in remote.manifest(remote.reference(name))["layers"]}
+    assert kinds == {"application/vnd.oci.image.layer.v1.tar+zstd"}
 
 
 def test_a_push_without_a_signature_must_be_asked_for_and_says_so(
