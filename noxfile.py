@@ -74,6 +74,18 @@ def bake(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def base(session: nox.Session) -> None:
+    """Make the images' operating system from Debian's packages, the same bytes from the same packages"""
+    run(session, "base", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def image(session: nox.Session) -> None:
+    """Build an image of the locked set and compiled kernels: -- [--gpu CARD] [--output WHERE] [--inspect REF]"""
+    run(session, "image", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def verify(session: nox.Session) -> None:
     """Replay one training step from the baked cache, and count every hit and miss: -- [--config NAME] [--harvest]"""
     run(session, "launch", "dflash", "verify", *session.posargs)

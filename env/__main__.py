@@ -16,6 +16,8 @@ COMMANDS = {
     "lock": "env.lock:main",
     "drift": "env.drift:main",
     "bake": "env.bake:main",
+    "base": "env.base:main",
+    "image": "env.image:main",
     "cache": "env.cache:main",
     "id": "env.identity:main",
     "doctor": "env.doctor:main",

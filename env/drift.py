@@ -1107,6 +1107,8 @@ def _shadow(scene: _Scene, folder: Path, label: str) -> Iterator[Drift]:
     names = set(_names(scene.site))
     here = []
     for entry in _names(folder):
+        if entry == "__pycache__":
+            continue  # no module: nothing is imported by that name
         stem, _, suffix = entry.partition(".")
         if entry.endswith((".py", ".pyc", ".so")):
             taken = stem in names or f"{stem}.py" in names or stem in ("sitecustomize", "usercustomize")

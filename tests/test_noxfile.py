@@ -29,6 +29,8 @@ SESSIONS = [
     "typecheck",
     "lock",
     "bake",
+    "base",
+    "image",
     "verify",
     "cache",
     "push",

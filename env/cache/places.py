@@ -82,8 +82,12 @@ def _usual(environ: Mapping[str, str]) -> list[Path]:
     base = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else "")
     if base.startswith("/"):
         found.append(Path(base) / "dflash")
+    try:
+        temporary = environ.get("TMPDIR") or tempfile.gettempdir()
+    except FileNotFoundError:  # a read-only root without any temporary folder
+        return found
     # no name of the user: asking for it fails for a user id without a passwd entry
-    return [*found, Path(environ.get("TMPDIR") or tempfile.gettempdir()) / f"dflash-{os.getuid()}"]
+    return [*found, Path(temporary) / f"dflash-{os.getuid()}"]
 
 
 def _problem(path: Path, environ: Mapping[str, str]) -> str:

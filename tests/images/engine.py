@@ -68,6 +68,7 @@ def engine(folder: Path | None = None) -> Iterator[Engine]:
     """Run a dockerd with an empty data root while the block runs; afterwards nothing of it is left."""
     # a short path: a socket's is limited to 107 bytes
     home = Path(tempfile.mkdtemp(prefix="dflash-engine-", dir=folder))
+    (home / "owner").write_text(str(os.getpid()))  # `.ci/engine clean` leaves what is in use alone
     environ = _environ(home)
     settings = {"features": {"containerd-snapshotter": True}}
     (home / "daemon.json").write_text(json.dumps(settings))
@@ -101,6 +102,7 @@ def engine(folder: Path | None = None) -> Iterator[Engine]:
 def registry(folder: Path | None = None) -> Iterator[str]:
     """Run an empty registry on a free port of the loopback device while the block runs; yields `127.0.0.1:PORT`."""
     home = Path(tempfile.mkdtemp(prefix="dflash-registry-", dir=folder))
+    (home / "owner").write_text(str(os.getpid()))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -120,6 +122,7 @@ def registry(folder: Path | None = None) -> Iterator[str]:
             stderr=said,
             stdin=subprocess.DEVNULL,
         )
+    (home / "pid").write_text(str(server.pid))
     try:
         _wait(lambda: _answers(f"http://{address}/v2/"), server, log)
         yield address
@@ -213,7 +216,9 @@ def _require() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Make the marker known, and SIGTERM an interruption: whoever loses patience must not leave engines behind."""
+    if "image" in config.option.markexpr:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     config.addinivalue_line("markers", "image: builds or runs images with a container engine of its own; minutes")
 
 

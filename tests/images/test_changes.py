@@ -1,0 +1,164 @@
+"""What moves which layer, and what gets into none: on a small image of made-up wheels, since layers are layers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from building import checkout, layers
+from engine import Engine
+from wheelhouse import Wheelhouse, pin
+
+from env import base, bootstrap, index, variants
+from env import image as images
+from env.errors import Exit, Failure
+from env.parts import PARTS
+
+pytestmark = [pytest.mark.image, pytest.mark.timeout(900)]
+
+PACKAGES = ("nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-cusparse", "nvidia-nccl-cu13", "triton", "torch", "numpy")
+PASSWORD = "open-sesame-8fb1c2"
+CREDENTIALS = f"somebody:{PASSWORD}"
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Wheelhouse, str]]:
+    """An index of one package for each part, and its address with a password in it."""
+    made = Wheelhouse(tmp_path_factory.mktemp("index"))
+    for name in PACKAGES:
+        made.add(name, "1.0")
+    with made.served() as address:
+        yield made, address.replace("://", f"://{CREDENTIALS}@")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, docker_engine: Engine, house: tuple[Wheelhouse, str]) -> Path:
+    """A checkout whose lock holds the made-up packages; the tools, which are real, are in the builder's cache."""
+    source = checkout(tmp_path_factory.mktemp("small") / "checkout")
+    reference = base.ensure().reference
+    with pytest.MonkeyPatch.context() as patch:
+        use(docker_engine, patch)
+        folder = tmp_path_factory.mktemp("secrets")
+        shared = images.secrets(dict(docker_engine.environ), index.pip_settings(bootstrap.ensure_tools()), folder)
+        run(docker_engine, source, reference, [*shared, "--target=tools", "--output=type=cacheonly"])
+    write_lock(source, house[0], {})
+    return source
+
+
+def use(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    for name, value in engine.environ.items():
+        patch.setenv(name, value)
+
+
+def write_lock(source: Path, house: Wheelhouse, versions: dict[str, str]) -> None:
+    pins = []
+    for name in PACKAGES:
+        version = versions.get(name, "1.0")
+        digest = house.add(name, version)
+        pins.append(pin(name, version, digest))
+    (source / "requirements" / "cu130.txt").write_text("".join(pins))
+
+
+def run(engine: Engine, source: Path, reference: str, more: Sequence[str]) -> None:
+    """One of the commands that `nox -s image` prints."""
+    wanted = images.target(variants.load().variant("cu130"), (), "0" * 64)
+    network = ["--network=host", "--allow=network.host"]
+    command = images.command(wanted, reference, [*network, *more])
+    done = subprocess.run(command, cwd=source, env=dict(engine.environ), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def environment(engine: Engine, source: Path, address: str, folder: Path, output: str) -> None:
+    """Build the environment alone: every layer below the caches and the project."""
+    secret = folder / "index"
+    secret.write_text(f"UV_DEFAULT_INDEX={address}\n")
+    run(
+        engine,
+        source,
+        base.ensure().reference,
+        [f"--secret=id=index,src={secret}", "--target=environment", f"--output={output}"],
+    )
+
+
+def test_after_a_changed_pin_only_the_layers_from_that_pin_on_move(
+    small: Path, house: tuple[Wheelhouse, str], docker_engine: Engine, loopback_registry: str, tmp_path: Path
+) -> None:
+    def built(tag: str) -> list[str]:
+        name = f"{loopback_registry}/small:{tag}"
+        packing = "compression=zstd,oci-mediatypes=true"
+        environment(docker_engine, small, house[1], tmp_path, f"type=image,name={name},push=true,{packing}")
+        return [layer["digest"] for layer in layers(docker_engine, name)]
+
+    before = built("before")
+    write_lock(small, house[0], {"triton": "1.1"})
+    after = built("after")
+    write_lock(small, house[0], {})
+    moved = [number for number, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+    # the base, the empty environment, a layer for each part, the stamp; parts above are installed anew to equal bytes
+    assert len(before) == 2 + len(PARTS) + 1
+    assert moved == [2 + list(PARTS).index("triton"), len(before) - 1]
+
+
+def test_a_comment_in_the_lock_moves_no_layer_of_packages(
+    small: Path, house: tuple[Wheelhouse, str], docker_engine: Engine, loopback_registry: str, tmp_path: Path
+) -> None:
+    lock = small / "requirements" / "cu130.txt"
+    found = []
+    for tag in ("plain", "commented"):
+        name = f"{loopback_registry}/small:{tag}"
+        environment(docker_engine, small, house[1], tmp_path, f"type=image,name={name},push=true,compression=zstd")
+        found.append([layer["digest"] for layer in layers(docker_engine, name)])
+        lock.write_text(f"# a comment\n{lock.read_text()}")
+    assert found[0] == found[1]
+
+
+def test_no_layer_and_no_line_of_history_holds_what_was_secret(
+    small: Path, house: tuple[Wheelhouse, str], docker_engine: Engine, tmp_path: Path
+) -> None:
+    archive = tmp_path / "image.tar"
+    environment(docker_engine, small, house[1], tmp_path, f"type=oci,dest={archive},compression=uncompressed")
+    words = [PASSWORD.encode(), b"somebody:", house[1].encode(), b"/srv/index="]
+    seen = 0
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            file = packed.extractfile(member)
+            data = file.read() if file else b""
+            if data.startswith(b"(\xb5/\xfd"):  # the base keeps its own packing
+                data = subprocess.run(["zstd", "-dc"], input=data, capture_output=True, check=True).stdout
+            seen += len(data)
+            assert not [word for word in words if word in data], member.name
+    assert seen > 100e6
+
+
+def test_a_wheel_that_the_index_serves_under_another_hash_is_not_installed(
+    small: Path, house: tuple[Wheelhouse, str], docker_engine: Engine, tmp_path: Path
+) -> None:
+    lock = small / "requirements" / "cu130.txt"
+    text = lock.read_text()
+    lock.write_text(re.sub(r"sha256:[0-9a-f]{64}", f"sha256:{hashlib.sha256(b'').hexdigest()}", text, count=1))
+    try:
+        with pytest.raises(AssertionError, match=r"[Hh]ash"):
+            environment(docker_engine, small, house[1], tmp_path, "type=cacheonly")
+    finally:
+        lock.write_text(text)
+
+
+def test_the_bake_file_derives_from_the_two_tables() -> None:
+    text = images.BAKE_FILE.read_text(encoding="utf-8")
+    assert text == images.as_text(images.derived()), "run `nox -s image -- --print > docker/bake.json`"
+    told = json.loads(text)
+    matrix = variants.load()
+    assert list(told["target"]) == list(matrix.variants)
+    assert told["group"]["default"]["targets"] == [matrix.default]
+
+
+def test_a_secret_that_is_named_and_missing_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match=r"secret `ca`.*SSL_CERT_FILE names /nowhere/ca.pem") as refused:
+        images.secrets({"SSL_CERT_FILE": "/nowhere/ca.pem"}, {}, tmp_path)
+    assert refused.value.code == Exit.USAGE
