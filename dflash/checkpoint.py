@@ -29,7 +29,7 @@ def save(
     Raises:
         Failure: Exit.STORAGE, when the disk refuses; earlier checkpoints are untouched.
     """
-    place = folder / _name(step)
+    place = where(folder, step)
     weights, moments = get_state_dict(model, list(optimizers))
     with storage.new_folder(place) as beside:
         try:
@@ -66,6 +66,11 @@ def resume(folder: Path, model: torch.nn.Module, optimizers: Sequence[torch.opti
         load({"model": weights, "optimizer": moments}, checkpoint_id=place, no_dist=True)
     set_state_dict(model, list(optimizers), model_state_dict=weights, optim_state_dict=moments)
     return saved[-1]
+
+
+def where(folder: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return folder / _name(step)
 
 
 def steps(folder: Path) -> list[int]:

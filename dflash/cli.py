@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,8 @@ Examples:
 
   nox -s train -- --text ~/notes                 another text to train on
 
+  nox -s train -- --topology 5:3                 five GPUs run the target, three train the drafter
+
 A run that was stopped goes on where it was when the same command is given again.
 """
 
@@ -37,6 +40,16 @@ USAGE_ERRORS: type[Exception] = next(
     kind for kind in typer.BadParameter.__mro__ if issubclass(kind, Exception) and kind.__name__ == "ClickException"
 )
 """What every complaint about the command line derives from; typer brings its own click, which has no public name."""
+
+WORKERS = "Workers"
+
+
+class Launcher(StrEnum):
+    """What a worker is."""
+
+    processes = "processes"
+    threads = "threads"
+
 
 app = typer.Typer(
     add_completion=False,
@@ -61,6 +74,50 @@ def train(
     text: Annotated[
         Path | None, typer.Option(help="UTF-8 file or folder of them. By default the shipped text.")
     ] = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T:D|colocated",
+            help="Workers: T targets and D drafters, or `colocated` for GPUs that do both. By default one.",
+            rich_help_panel=WORKERS,
+        ),
+    ] = None,
+    launcher: Annotated[
+        Launcher, typer.Option(help="A process a worker, or one process with a thread a GPU.", rich_help_panel=WORKERS)
+    ] = Launcher.processes,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            envvar="PET_MAX_RESTARTS",
+            help="How often workers are started again after one failed.",
+            rich_help_panel=WORKERS,
+        ),
+    ] = 3,
+    nnodes: Annotated[
+        int, typer.Option(min=1, envvar="PET_NNODES", help="Nodes of the run.", rich_help_panel=WORKERS)
+    ] = 1,
+    node_rank: Annotated[
+        int, typer.Option(min=0, envvar="PET_NODE_RANK", help="This node's number.", rich_help_panel=WORKERS)
+    ] = 0,
+    rdzv_endpoint: Annotated[
+        str, typer.Option(envvar="PET_RDZV_ENDPOINT", help="HOST:PORT of node 0.", rich_help_panel=WORKERS)
+    ] = "",
+    rdzv_id: Annotated[
+        str, typer.Option(envvar="PET_RDZV_ID", help="The same on all nodes of a run.", rich_help_panel=WORKERS)
+    ] = "",
+    rdzv_conf: Annotated[
+        str,
+        typer.Option(envvar="PET_RDZV_CONF", help="As in `join_timeout=600,timeout=60`.", rich_help_panel=WORKERS),
+    ] = "",
+    local_addr: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PET_LOCAL_ADDR",
+            help="This node's address, if its name does not lead to it.",
+            rich_help_panel=WORKERS,
+        ),
+    ] = None,
 ) -> None:
     """Train a drafter for a target, decode with it speculatively, and export it."""
     from dflash import config as configs
@@ -68,8 +125,33 @@ def train(
     settings = configs.load(config)
     from dflash.pipeline import Request, follow
 
+    plan = None
+    if topology is not None:
+        from dflash.topology import Nodes, planned
+
+        nodes = Nodes(
+            nnodes=nnodes,
+            node_rank=node_rank,
+            rdzv_endpoint=rdzv_endpoint,
+            rdzv_id=rdzv_id,
+            rdzv_conf=dict(part.partition("=")[::2] for part in rdzv_conf.split(",") if part),
+            local_addr=local_addr,
+        )
+        plan = planned(topology, launcher.value, nodes, max_restarts, accumulate=settings.optimizer.accumulate, run=run)
+    elif nnodes > 1 or launcher is not Launcher.processes:
+        raise Failure(Exit.USAGE, "--nnodes and --launcher need a `--topology`", hint="as in `--topology 5:3`")
     name = Path(config).stem
-    follow(Request(settings=settings, name=f"{name}-seed{seed}", seed=seed, run=run, target=target, text=text))
+    follow(
+        Request(
+            settings=settings,
+            name=f"{name}-seed{seed}",
+            seed=seed,
+            run=run,
+            target=target,
+            text=text,
+            plan=plan,
+        )
+    )
 
 
 VERIFY_EXAMPLES = """

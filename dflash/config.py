@@ -159,16 +159,18 @@ class Optimizer:
     betas: tuple[float, float]
     """AdamW's decay rates of the two moments."""
     accumulate: int
-    """Forward passes whose gradients make one step."""
+    """Forward passes whose gradients make one step, over all drafters of a run."""
     epochs: int
     """Passes over the packed rows; each draws its anchors anew."""
+    skips: int = 5
+    """Steps in a row that may be skipped for numbers that are not finite; with this many the run stops."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "lr", "clip")
         _require(0 <= self.warmup < 1, f"warmup is {self.warmup}, must be a share of the steps (0 to below 1)")
         _require(0 <= self.weight_decay < 1, f"weight_decay is {self.weight_decay}, must lie in 0 to below 1")
         _require(all(0 <= beta < 1 for beta in self.betas), f"betas is {list(self.betas)}, must lie in 0 to below 1")
-        _require_counts(self, "accumulate", "epochs")
+        _require_counts(self, "accumulate", "epochs", "skips")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

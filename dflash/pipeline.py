@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -16,12 +17,28 @@ from typing import Any
 
 import torch
 
-from dflash import config, data, evaluation, export, pictures, progress, regenerate, run, small_target, summary, trainer
+from dflash import (
+    checkpoint,
+    config,
+    data,
+    evaluation,
+    export,
+    passes,
+    pictures,
+    progress,
+    regenerate,
+    run,
+    small_target,
+    summary,
+    trainer,
+)
 from dflash import target as targets
 from dflash import text as texts
 from dflash.graphs import DTYPES
 from dflash.model import Drafter
 from dflash.stopping import Stop, listening
+from dflash.topology import Plan, uneven
+from dflash.worker import Job
 from env.errors import Exit, Failure
 
 RUNS = Path("runs")
@@ -44,6 +61,8 @@ class Request:
     """Folder or hub name of the target; None to train a small one."""
     text: Path | None
     """File or folder of text; None for the shipped one."""
+    plan: Plan | None = None
+    """How training is spread over workers; None for this process alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +104,9 @@ def follow(request: Request) -> None:
             "this configuration trains no target of its own, and none is named",
             hint="name one: `--target FOLDER_OR_HUB_NAME`",
         )
+    if request.plan is not None and request.plan.nodes.node_rank > 0:
+        help_out(request, request.plan)
+        return
     text = texts.load(request.text, shortest=settings.shapes.sequence)
     given = {
         "config": config.to_tables(settings),
@@ -118,7 +140,7 @@ def _carry_out(course: Course) -> None:
     target = targets.load(name, device=course.device, dtype=DTYPES[settings.precision.compute])
     targets.check(target, settings.drafter)
     rows = packed(course, target)
-    outcome = trained(course, rows, target)
+    outcome = trained(course, name, rows, target)
     sha256 = export.write(folder / "drafter", outcome.drafter, settings)
     measured = decoded(course, name, target, outcome.drafter)
     with course.phases.measured("pictures"):
@@ -194,23 +216,25 @@ def packed(course: Course, target: targets.Target) -> data.Rows:
     return rows
 
 
-def trained(course: Course, rows: data.Rows, target: targets.Target) -> trainer.Outcome:
+def trained(course: Course, name: str, rows: data.Rows, target: targets.Target) -> trainer.Outcome:
     """Train the drafter to its end."""
     request = course.request
-    total = trainer.total_steps(len(rows.tokens), request.settings)
+    if request.plan is not None:
+        return spread(course, request.plan, name, rows)
+    total = passes.total_steps(len(rows.tokens), request.settings)
     with course.phases.measured("drafter"), _track(course, "training the drafter", total) as bar:
 
         def watch(step: trainer.Step) -> None:
             bar.done = step.step - 1
-            bar.advance(loss=step.loss, tokens=step.tokens)
+            bar.advance(loss=step.loss, tokens=step.tokens, note=step.note)
 
         outcome = trainer.train(
             request.settings,
             rows,
-            target,
+            lambda _: trainer.Borrowed(target, course.device, request.settings),
             course.folder,
             seed=request.seed,
-            device=course.device,
+            place=trainer.Place(device=course.device),
             stop=course.stop,
             watch=watch,
             say=say,
@@ -219,6 +243,59 @@ def trained(course: Course, rows: data.Rows, target: targets.Target) -> trainer.
     if outcome.caches is not None:
         run.write_json(course.folder / "caches.json", outcome.caches)
     return outcome
+
+
+def spread(course: Course, plan: Plan, name: str, rows: data.Rows) -> trainer.Outcome:
+    """Let workers train the drafter to its end, and take it from the last checkpoint."""
+    from dflash import launch
+
+    request, folder = course.request, course.folder
+    total, places = passes.total_steps(len(rows.tokens), request.settings), folder / "checkpoints"
+    if newest(places) < total:
+        remark = uneven(plan.topology, request.settings.optimizer.accumulate)
+        if remark:
+            say(remark)
+        data.write(rows, folder / "rows.safetensors")
+        with course.phases.measured("drafter"):
+            launch.run(plan, job(request, plan, folder, name, course.status), course.stop, say=say, places=places)
+        if newest(places) < total:
+            course.stop.ask(signal.SIGTERM)  # another node was asked
+            raise course.stop.stopped(f"step {newest(places)} of {total} is saved in `{places}`")
+    drafter = Drafter(request.settings.drafter).to(course.device)
+    checkpoint.resume(places, drafter, trainer.make_optimizers(drafter, request.settings.optimizer))
+    return trainer.Outcome(drafter=drafter, steps=total, caches=None)
+
+
+def help_out(request: Request, plan: Plan) -> None:
+    """What a node other than 0 does: wait until node 0 has prepared everything, and run workers with it."""
+    from dflash import launch
+
+    folder = request.run
+    assert folder is not None
+    with listening() as stop:
+        name = request.target or str(folder / "target")
+        wanted = job(request, plan, folder, name, "")
+        launch.wait_for_job(wanted, plan.nodes, say, stop)
+        launch.run(plan, wanted, stop, say=say, places=folder / "checkpoints")
+
+
+def job(request: Request, plan: Plan, folder: Path, name: str, status: str) -> Job:
+    """What the workers of a run are told."""
+    return Job(
+        tables=config.to_tables(request.settings),
+        seed=request.seed,
+        target=name,
+        rows=str(folder / "rows.safetensors"),
+        folder=str(folder),
+        topology=[plan.topology.targets, plan.topology.drafters],
+        launcher=plan.launcher,
+        status=status,
+    )
+
+
+def newest(places: Path) -> int:
+    """Step of the newest checkpoint; 0 when there is none."""
+    return max(checkpoint.steps(places), default=0)
 
 
 def decoded(course: Course, name: str, target: targets.Target, drafter: Drafter) -> evaluation.Evaluation:

@@ -35,17 +35,19 @@ class Track:
         """See `track`."""
         self.title, self.total, self.done, self.unit, self.status = title, total, done, unit, status
         self.loss: float | None = None
+        self.note = ""
         self.clock = clock
         self.began = clock()
         self._tokens = 0
         self._marks: deque[tuple[float, int, int]] = deque([(self.began, done, 0)])
         self._show: Callable[[], None] = lambda: None
 
-    def advance(self, count: int = 1, *, loss: float | None = None, tokens: int = 0) -> None:
-        """Say that `count` more units are done, with the latest loss and the tokens that they took."""
+    def advance(self, count: int = 1, *, loss: float | None = None, tokens: int = 0, note: str = "") -> None:
+        """Say that `count` more units are done, with the latest loss, the tokens that they took, and a remark."""
         self.done += count
         self._tokens += tokens
         self.loss = self.loss if loss is None else loss
+        self.note = note or self.note
         now = self.clock()
         self._marks.append((now, self.done, self._tokens))
         while len(self._marks) > 2 and now - self._marks[1][0] > WINDOW:
@@ -77,7 +79,7 @@ class Track:
             facts.append(f"took {duration(self.clock() - self.began)}")
         elif self.left is not None:
             facts.append(f"{duration(self.left)} left")
-        return facts
+        return [*facts, self.note] if self.note else facts
 
 
 @contextlib.contextmanager
@@ -165,11 +167,13 @@ def _row(work: Track, width: int) -> Table:
     """The bar with its numbers, in one line; where that is too long it does without the unit, the bar, the speed."""
     count = f"{work.done:,}/{work.total:,}"
     facts = work.facts()
-    slow = [fact for fact in facts if not fact.endswith("tokens/s")]
+    brief = [fact for fact in facts if fact != work.note]
+    slow = [fact for fact in brief if not fact.endswith("tokens/s")]
     candidates = [
         (SHORTEST, [f"{count} {work.unit}", *facts]),
         (SHORTEST, [count, *facts]),
-        (0, [count, *facts]),
+        (SHORTEST, [count, *brief]),
+        (0, [count, *brief]),
         (0, [count, *slow]),
     ]
     for bar, told in candidates:

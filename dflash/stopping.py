@@ -34,6 +34,10 @@ class Stop:
             signal.raise_signal(number)
         self.signal = signal.Signals(number)
 
+    def ask(self, number: int) -> None:
+        """Note what another process was asked."""
+        self.signal = self.signal or signal.Signals(number)
+
     def asked(self) -> bool:
         """Whether to save and stop."""
         return self.signal is not None

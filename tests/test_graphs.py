@@ -20,6 +20,7 @@ from torch import Tensor
 from dflash import anchors, compiling, config, graphs, trainer, warm, winners
 from dflash.data import Rows
 from dflash.model import Drafter
+from dflash.passes import Pass
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -65,13 +66,12 @@ class Borrowed:
     def __init__(self, settings: config.Config) -> None:
         generator = torch.Generator().manual_seed(0)
         sizes = settings.drafter
-        self.device, self.dtype = CPU, torch.float32
         self.embedding = torch.randn(sizes.vocab_size, sizes.hidden_size, generator=generator)
         self.head = torch.randn(sizes.vocab_size, sizes.hidden_size, generator=generator)
         self.width = len(sizes.target_layer_ids) * sizes.hidden_size
 
-    def features(self, tokens: Tensor, document: Tensor, layer_ids: tuple[int, ...]) -> Tensor:
-        return torch.randn(*tokens.shape, self.width, generator=torch.Generator().manual_seed(1))
+    def features(self, reading: Pass) -> Tensor:
+        return torch.randn(*reading.tokens.shape, self.width, generator=torch.Generator().manual_seed(1))
 
 
 def packed(settings: config.Config) -> Rows:
@@ -94,8 +94,10 @@ def test_a_trainers_step_compiles_exactly_the_graphs_of_the_rehearsal(captured: 
     drafter = Drafter(settings.drafter)
     chunk = compiling.compile_regions(drafter)
     optimizers = trainer.make_optimizers(drafter, settings.optimizer)
-    borrowed: Any = Borrowed(settings)
-    trainer.one_step(drafter, optimizers, chunk, borrowed, packed(settings), settings, seed=0, step=0, rate=1e-3)
+    borrowed = Borrowed(settings)
+    place = trainer.Place(device=CPU)
+    rows = packed(settings)
+    trainer.one_step(drafter, optimizers, chunk, borrowed, rows, settings, seed=0, step=0, rate=1e-3, place=place)
     assert captured == rehearsed
 
 

@@ -1,0 +1,198 @@
+"""A thread beside each worker that notices what the worker itself cannot: that it hangs, or that a peer does.
+
+Every second it writes down what the worker is doing, in the store that all workers reach, and reads the same of the
+others. It ends the process, first saying why and where every thread stands, when
+
+- its own worker has been at one thing for too long,
+- a peer has not been heard of for `SILENCE` seconds: stopped, or on a host that was cut off,
+- everybody waits and nothing has moved for `STALL` seconds,
+- the store does not answer, or the launcher has gone.
+
+The launcher then ends the others and starts all of them again from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from dflash.pulse import Pulse
+from dflash.stopping import Stop
+
+BEAT = 1.0
+"""Seconds between two beats."""
+
+SILENCE = float(os.environ.get("DFLASH_SILENCE", "25"))
+"""Seconds after which a peer that has not been heard of counts as gone; together with the restart well below 60."""
+
+STALL = 45.0
+"""Seconds after which a state in which everybody waits counts as a deadlock."""
+
+HUNG = 70
+"""Exit code of a worker whose watch found it hanging."""
+
+LOST = 71
+"""Exit code of a worker that has lost a peer: whatever happened, happened there."""
+
+
+class Board(Protocol):
+    """What the watch needs of a store that all workers reach."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write."""
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Read keys that exist."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of them exist."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Peer:
+    """What is known of another worker."""
+
+    name: str
+    beat: bytes = b""
+    """The last that was heard."""
+    heard: float = 0.0
+    """When that was, in this process's seconds."""
+    moved: float = 0.0
+    """When it last began something new."""
+    count: str = ""
+    waiting: bool = False
+    doing: str = "starting"
+
+
+def judge(
+    pulse: Pulse, peers: Sequence[Peer], now: float, *, silence: float = SILENCE, stall: float = STALL
+) -> tuple[int, str] | None:
+    """The exit code and the sentence of what is wrong; None while all is well. Pure."""
+    if not pulse.waiting and now - pulse.since > pulse.patience:
+        return HUNG, f"{pulse.name} hangs: it has been at «{pulse.doing}» for {now - pulse.since:.0f} s"
+    for peer in peers:
+        if now - peer.heard > silence:
+            return LOST, (
+                f"{peer.name} has not been heard of for {now - peer.heard:.0f} s; it was at «{peer.doing}» "
+                f"({pulse.name} is at «{pulse.doing}»)"
+            )
+    still = min([now - pulse.since, *(now - peer.moved for peer in peers)])
+    if peers and pulse.waiting and all(peer.waiting for peer in peers) and still > stall:
+        circle = "; ".join([f"{pulse.name}: «{pulse.doing}»", *(f"{peer.name}: «{peer.doing}»" for peer in peers)])
+        return HUNG, f"everybody has waited for {still:.0f} s: {circle}"
+    return None
+
+
+class Watch(threading.Thread):
+    """Watches over the pulses of one process, and over its peers'."""
+
+    def __init__(
+        self,
+        pulses: Sequence[Pulse],
+        stop: Stop,
+        *,
+        board: Board | None = None,
+        rank: int = 0,
+        peers: Sequence[str] = (),
+        ended: Callable[[], None] | None = None,
+    ) -> None:
+        """See the module.
+
+        Args:
+            pulses: the workers of this process; only a lone one has peers elsewhere.
+            stop: shared with the others through the board, whoever was asked.
+            board: the store; None where there is nobody else.
+            rank: this worker's rank.
+            peers: names of all workers by rank, this one's included.
+            ended: called when somebody has written that the run has ended.
+        """
+        super().__init__(name="watch", daemon=True)
+        self._pulses, self._stop_asked, self._board, self._rank = pulses, stop, board, rank
+        self._peers = {other: Peer(name=name) for other, name in enumerate(peers) if other != rank}
+        self._ended = ended
+        self._parent = os.getppid()
+        self._answered = time.monotonic()
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        """Beat until the process ends or `over` is set."""
+        beats = 0
+        while not self.over.wait(BEAT):
+            beats += 1
+            if os.getppid() != self._parent:
+                end(LOST, f"the launcher of {self._pulses[0].name} has gone")
+            if self._board is not None:
+                try:
+                    self._exchange(self._board, beats)
+                    self._answered = time.monotonic()
+                except (RuntimeError, OSError) as error:
+                    if time.monotonic() - self._answered > SILENCE:
+                        end(
+                            LOST,
+                            f"the host of the workers' store does not answer {self._pulses[0].name}: {first(error)}",
+                        )
+                    continue
+            now = time.monotonic()
+            for pulse in self._pulses:
+                found = judge(pulse, [*self._peers.values(), *self._beside(pulse, now)], now)
+                if found is not None and not self.over.is_set():
+                    end(*found, traces=found[0] == HUNG)
+
+    def _beside(self, pulse: Pulse, now: float) -> list[Peer]:
+        """The other workers of this process."""
+        return [
+            Peer(name=other.name, heard=now, moved=other.since, waiting=other.waiting, doing=other.doing)
+            for other in self._pulses
+            if other is not pulse
+        ]
+
+    def _exchange(self, board: Board, beats: int) -> None:
+        pulse, now = self._pulses[0], time.monotonic()
+        board.set(f"beat/{self._rank}", f"{beats}|{pulse.count}|{int(pulse.waiting)}|{pulse.doing}")
+        if self._stop_asked.signal is not None:
+            board.set("stop", str(int(self._stop_asked.signal)))
+        elif board.check(["stop"]):
+            self._stop_asked.ask(int(board.multi_get(["stop"])[0]))
+        if self._ended is not None and board.check(["ended"]):
+            self._ended()
+        others = list(self._peers)
+        beaten = [f"beat/{other}" for other in others]
+        if not beaten or not board.check(beaten):
+            for peer in self._peers.values():  # not everybody is there yet
+                peer.heard = peer.moved = now
+            return
+        for other, beat in zip(others, board.multi_get(beaten), strict=True):
+            hear(self._peers[other], beat, time.monotonic())
+
+
+def hear(peer: Peer, beat: bytes, now: float) -> None:
+    """Take down what a peer says."""
+    if beat == peer.beat:
+        return
+    peer.beat, peer.heard = beat, now
+    _, count, waiting, peer.doing = beat.decode().split("|", 3)
+    peer.waiting = waiting == "1"
+    if count != peer.count:
+        peer.count, peer.moved = count, now
+
+
+def first(error: BaseException) -> str:
+    """An error's first line, without what follows it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def end(code: int, sentence: str, *, traces: bool = False) -> NoReturn:
+    """End the process at once, whatever its other threads are in."""
+    with contextlib.suppress(OSError):
+        if sentence:
+            print(f"error: {sentence}", file=sys.stderr, flush=True)
+        if traces:
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    os._exit(code)

@@ -1,0 +1,112 @@
+"""Real workers as processes and as threads, Gloo between them: the same numbers under any topology."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, World, distance, ended, lines, same, wait_for
+
+from env.errors import Exit
+
+BOUND = 1e-4
+"""Norm of the difference of two drafters' weights over their norm, after this run.
+
+Each element of a gradient is a sum of 3 numbers, added in another order: it moves by 2 roundings of float32 at most,
+2 ** -23 of the largest partial sum. AdamW divides by the gradient's own size, so an element near 0 may move by the
+rate where it did not; over 20 steps that stays far below this bound, and a sample that went elsewhere far above."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("launchers"))
+
+
+@pytest.fixture(scope="module")
+def alone(world: World) -> Path:
+    """One worker that does both, after three that compiled cold into one cache at once: see the first test."""
+    world.train("cold", "colocated:3")
+    return world.train("alone", "colocated:1")
+
+
+def test_three_processes_that_compile_cold_into_one_cache_at_once_train_as_one_alone_to_the_bit(
+    world: World, alone: Path
+) -> None:
+    caches = json.loads((world.folder / "cold" / "caches.json").read_text())
+    assert len({drafter["path"] for drafter in caches["drafters"]}) == 1
+    assert all(drafter["fx_bypass"] == 0 for drafter in caches["drafters"])
+    assert any(drafter["fx_miss"] for drafter in caches["drafters"])
+    warm = json.loads((alone / "caches.json").read_text())
+    assert (warm["autograd_miss"], warm["fx_miss"]) == (0, 0)
+    assert warm["fx_hit"] > 0
+    assert same(world.folder / "cold", alone)
+
+
+def test_two_targets_that_feed_one_drafter_change_no_bit(world: World, alone: Path) -> None:
+    assert same(world.train("2-1", "2:1"), alone)
+
+
+def test_two_drafters_train_within_the_bound_as_processes_and_as_threads_alike(world: World, alone: Path) -> None:
+    processes = world.train("1-2", "1:2")
+    threads = world.train("1-2-threads", "1:2", 'launcher="threads"')
+    assert same(processes, threads)
+    assert distance(processes, alone) < BOUND
+    caches = json.loads((processes / "caches.json").read_text())
+    assert all(drafter["fx_miss"] + drafter["fx_bypass"] == 0 for drafter in caches["drafters"])
+
+
+def test_a_rate_that_is_a_tenth_higher_is_far_outside_the_bound(world: World, alone: Path) -> None:
+    """What the bound would catch: the same samples at a rate that is a tenth higher."""
+    other = world.train("other", "colocated:1", "max_restarts=0", optimizer={"epochs": 2, "lr": 0.0011})
+    assert distance(other, alone) > 10 * BOUND
+
+
+def test_a_full_run_spread_over_workers_stops_on_sigterm_goes_on_and_comes_to_its_summary(world: World) -> None:
+    from test_pipeline import MICRO, Trainer
+
+    trainer = Trainer(world.folder)
+    # one pass of two rows fewer, but two of them: drafters need a pass each
+    spread = MICRO.replace("epochs = 2", "epochs = 2\naccumulate = 2").replace("rows = 2", "rows = 1", 1)
+    trainer.config.write_text(spread.replace("chunk_blocks = 16", "chunk_blocks = 8"))
+    trainer.environ |= {"OMP_NUM_THREADS": "1"}
+    folder = world.folder / "full"
+    process = trainer.start("--run", str(folder), "--topology", "1:2")
+    wait_for(lambda: lines(folder) >= 2, process)
+    process.send_signal(signal.SIGTERM)
+    code, said = ended(process)
+    assert code == Exit.TERMINATED, said
+    assert "stopped: step " in said
+    done = lines(folder)
+    again = trainer.run("--run", str(folder), "--topology", "1:2")
+    assert again.returncode == 0, again.stderr
+    assert "targets busy" in again.stderr
+    content = json.loads((folder / "summary.json").read_text())
+    assert lines(folder) == content["steps"] > done
+
+
+@pytest.mark.skipif(not os.environ.get("DFLASH_SLOW_TESTS"), reason="eight workers: set DFLASH_SLOW_TESTS=1")
+def test_five_targets_and_three_drafters_train_as_one_alone_to_the_bit(world: World, alone: Path) -> None:
+    assert same(world.train("5-3", "5:3"), alone)
+    assert same(world.train("5-3-threads", "5:3", 'launcher="threads"'), alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--topology", "0:2"], "there must be at least one target and one drafter"),
+        (["--topology", "1:2"], "2 drafters cannot share a step of one forward pass"),
+        (["--launcher", "threads"], "need a `--topology`"),
+        (["--topology", "1:1", "--nnodes", "2"], "2 nodes need --rdzv-endpoint"),
+    ],
+)
+def test_an_impossible_request_is_refused_before_anything_starts(options: list[str], sentence: str) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "dflash", "train", "--config", "tiny", *options]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == Exit.USAGE, done.stderr
+    assert sentence in done.stderr

@@ -1,0 +1,134 @@
+"""Which worker does what, what cannot be, and that nothing depends on timing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from dflash import flow, topology
+from dflash.topology import Nodes, Topology
+from env.errors import Exit, Failure
+
+shapes = some.builds(Topology, targets=some.integers(1, 9), drafters=some.integers(1, 9))
+
+
+def refusal(call: object, *arguments: object, **named: object) -> Failure:
+    assert callable(call)
+    with pytest.raises(Failure) as caught:
+        call(*arguments, **named)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "visible", "expected"),
+    [
+        ("5:3", 8, Topology(targets=5, drafters=3)),
+        ("1:1", 1, Topology(targets=1, drafters=1)),
+        ("colocated", 4, Topology(targets=0, drafters=4)),
+        ("colocated", 0, topology.ONE),
+        ("colocated:2", 8, Topology(targets=0, drafters=2)),
+    ],
+)
+def test_a_topology_is_read_as_it_is_written(text: str, visible: int, expected: Topology) -> None:
+    found = topology.parse(text, visible=visible)
+    assert found == expected
+    assert topology.parse(str(found), visible=1) == found
+
+
+@pytest.mark.parametrize("text", ["", "5", "5:3:1", "a:b", "0:3", "3:0", "colocated:0", "together", "-1:2", "5 : 3"])
+def test_anything_else_is_refused_in_one_sentence(text: str) -> None:
+    failure = refusal(topology.parse, text, visible=8)
+    assert failure.code == Exit.USAGE
+    assert f"--topology {text}" in failure.message
+
+
+def test_targets_come_first_and_every_rank_has_one_role() -> None:
+    shape = Topology(targets=2, drafters=2)
+    assert [str(shape.role(rank)) for rank in range(4)] == ["target 0", "target 1", "drafter 0", "drafter 1"]
+    assert [shape.role(rank).drafts for rank in range(4)] == [False, False, True, True]
+    both = Topology(targets=0, drafters=2)
+    assert [str(both.role(rank)) for rank in range(2)] == ["worker 0", "worker 1"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "others", "code", "sentence"),
+    [
+        ((1, 3), {"accumulate": 2}, Exit.USAGE, "3 drafters cannot share a step of 2 forward passes"),
+        ((1, 2), {"accumulate": 1}, Exit.USAGE, "2 drafters cannot share a step of one forward pass"),
+        ((2, 1), {"nodes": 2}, Exit.USAGE, "3 workers cannot be spread equally over 2 nodes"),
+        ((5, 3), {"devices": 4}, Exit.HOST, "8 workers on this node, but 4 visible GPUs"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_both_values(
+    shape: tuple[int, int], others: dict[str, int], code: Exit, sentence: str
+) -> None:
+    wanted = Topology(targets=shape[0], drafters=shape[1])
+    failure = refusal(topology.check, wanted, **{"accumulate": 8, "nodes": 1, "devices": None, **others})
+    assert failure.code == code
+    assert sentence in failure.message
+
+
+@pytest.mark.parametrize(
+    ("nodes", "launcher", "run", "sentence"),
+    [
+        (Nodes(nnodes=2), "processes", None, "2 nodes need --rdzv-endpoint HOST:PORT of node 0 and --run FOLDER"),
+        (Nodes(nnodes=2, rdzv_endpoint="a:1"), "threads", "runs/a", "threads of one process are on one node"),
+        (Nodes(node_rank=1), "processes", None, "--node-rank 1 is not one of 1 nodes"),
+    ],
+)
+def test_nodes_that_could_not_find_each_other_are_refused(
+    nodes: Nodes, launcher: topology.Launcher, run: str | None, sentence: str
+) -> None:
+    failure = refusal(topology.planned, "1:1", launcher, nodes, 3, accumulate=4, run=run)
+    assert failure.code == Exit.USAGE
+    assert sentence in failure.message
+
+
+def test_an_uneven_split_is_said() -> None:
+    assert topology.uneven(Topology(targets=1, drafters=2), 4) == ""
+    assert "2 of them wait" in topology.uneven(Topology(targets=1, drafters=3), 4)
+
+
+@given(shapes, some.integers(1, 12), some.integers(0, 4), some.integers(0, 4))
+def test_both_ends_agree_on_every_pass_whatever_the_shape_and_the_start(
+    shape: Topology, accumulate: int, begun: int, steps: int
+) -> None:
+    total = begun + steps
+    sent = {
+        (passed, target, drafter)
+        for target in range(shape.targets)
+        for passed, drafter in flow.own(shape, accumulate, begun, total, target=target)
+    }
+    taken = {
+        (passed, target, drafter)
+        for drafter in range(shape.drafters)
+        for passed, target in flow.order(shape, accumulate, begun, total, drafter=drafter)
+    }
+    assert sent == taken
+    assert sorted(passed for passed, _, _ in sent) == list(range(begun * accumulate, total * accumulate))
+
+
+@given(shapes, some.integers(1, 8), some.integers(1, 6))
+def test_no_order_of_sending_and_asking_can_end_in_a_circle(shape: Topology, accumulate: int, steps: int) -> None:
+    """Targets send in their order and drafters take in theirs, with a barrier after each step: all gets through."""
+    outgoing = [list(flow.own(shape, accumulate, 0, steps, target=t)) for t in range(shape.targets)]
+    due = [list(flow.order(shape, accumulate, 0, steps, drafter=d)) for d in range(shape.drafters)]
+    waiting: dict[tuple[int, int], list[int]] = {}
+    step = 0
+    while any(due):
+        moved = False
+        for target, passes in enumerate(outgoing):
+            while passes and len(waiting.setdefault((target, passes[0][1]), [])) < flow.DEPTH:
+                passed, drafter = passes.pop(0)
+                waiting[target, drafter].append(passed)
+                moved = True
+        for drafter, passes in enumerate(due):
+            while passes and passes[0][0] // accumulate == step and waiting.get((passes[0][1], drafter)):
+                passed, target = passes.pop(0)
+                assert waiting[target, drafter].pop(0) == passed
+                moved = True
+        if not any(passes and passes[0][0] // accumulate == step for passes in due):
+            step += 1
+            moved = True
+        assert moved, f"{shape}: everybody waits in step {step}"
