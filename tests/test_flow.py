@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from dflash.passes import Pass, total_steps
 from dflash.pulse import Pulse
 from dflash.stopping import Stop, Stopped
 from dflash.topology import Topology
+from env.cache import store
 from env.errors import Exit, Failure
 
 CPU = torch.device("cpu")
+CHOICES = (store.Choice(cache_id="", path=Path(), kind="given"),)
+"""A process opens its caches before its threads begin; nothing is compiled here."""
 
 
 def together(size: int, body: Callable[[int], Any]) -> list[Any]:
@@ -191,7 +195,7 @@ def train(
             lambda _: Source(wanted, spoilt),
             folder,
             seed=0,
-            place=trainer.Place(device=CPU, team=own, pulse=pulse),
+            place=trainer.Place(device=CPU, team=own, pulse=pulse, guard=nullcontext, choices=CHOICES),
             stop=(stop if stop is not None and number == size - 1 else Stop()),
             watch=lambda _: None,
             say=(said if said is not None else []).append,
@@ -272,7 +276,7 @@ def test_drafters_that_find_different_checkpoints_do_not_begin(tmp_path: Path, r
             lambda _: Source(wanted),
             tmp_path / str(number),
             seed=0,
-            place=trainer.Place(device=CPU, team=own),
+            place=trainer.Place(device=CPU, team=own, guard=nullcontext, choices=CHOICES),
             stop=Stop(),
             watch=lambda _: None,
             say=lambda _: None,
