@@ -154,7 +154,7 @@ def run(plan: Plan, job: Job, stop: Stop, *, say: Callable[[str], None], places:
     place = Path(job.folder) / JOB
     if plan.nodes.node_rank == 0:
         storage.write(place, json.dumps(asdict(job)).encode())
-    before = {number: signal.getsignal(number) for number in (*CODES, signal.SIGHUP, signal.SIGQUIT)}
+    before = {number: signal.getsignal(number) for number in CODES}
     with _environment(plan), tempfile.TemporaryDirectory(prefix="dflash-agent-") as logs:
         handler = rendezvous.get_rendezvous_handler(_rendezvous(plan.nodes))
         spec = WorkerSpec(
@@ -189,6 +189,8 @@ def run(plan: Plan, job: Job, stop: Stop, *, say: Callable[[str], None], places:
             for number, old in before.items():
                 signal.signal(number, old)
     if result is None or result.is_failed():
+        if stop.asked() and agent.failed not in FINAL:  # a worker that had hardly begun dies of the signal itself
+            raise stop.stopped("nothing was under way that the newest checkpoint does not have")
         raise _failed(agent, plan)
 
 
@@ -210,7 +212,8 @@ def _environment(plan: Plan) -> Iterator[None]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not lead to the host
     if plan.local > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // plan.local)))
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    # those that the agent would take for itself; when it dies of another one, workers see that it has gone
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM"
     try:
         yield
     finally:

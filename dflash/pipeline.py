@@ -220,7 +220,7 @@ def trained(course: Course, name: str, rows: data.Rows, target: targets.Target) 
     """Train the drafter to its end."""
     request = course.request
     if request.plan is not None:
-        return spread(course, request.plan, name, rows)
+        return spread(course, request.plan, name, rows, target)
     total = passes.total_steps(len(rows.tokens), request.settings)
     with course.phases.measured("drafter"), _track(course, "training the drafter", total) as bar:
 
@@ -245,10 +245,11 @@ def trained(course: Course, name: str, rows: data.Rows, target: targets.Target) 
     return outcome
 
 
-def spread(course: Course, plan: Plan, name: str, rows: data.Rows) -> trainer.Outcome:
+def spread(course: Course, plan: Plan, name: str, rows: data.Rows, target: targets.Target) -> trainer.Outcome:
     """Let workers train the drafter to its end, and take it from the last checkpoint."""
     from dflash import launch
 
+    module: torch.nn.Module = target.model
     request, folder = course.request, course.folder
     total, places = passes.total_steps(len(rows.tokens), request.settings), folder / "checkpoints"
     if newest(places) < total:
@@ -256,8 +257,11 @@ def spread(course: Course, plan: Plan, name: str, rows: data.Rows) -> trainer.Ou
         if remark:
             say(remark)
         data.write(rows, folder / "rows.safetensors")
+        module.to("cpu")  # the first GPU is a worker's now
+        torch.cuda.empty_cache()
         with course.phases.measured("drafter"):
             launch.run(plan, job(request, plan, folder, name, course.status), course.stop, say=say, places=places)
+        module.to(course.device)
         if newest(places) < total:
             course.stop.ask(signal.SIGTERM)  # another node was asked
             raise course.stop.stopped(f"step {newest(places)} of {total} is saved in `{places}`")
@@ -277,6 +281,8 @@ def help_out(request: Request, plan: Plan) -> None:
         wanted = job(request, plan, folder, name, "")
         launch.wait_for_job(wanted, plan.nodes, say, stop)
         launch.run(plan, wanted, stop, say=say, places=folder / "checkpoints")
+        if stop.asked():
+            raise stop.stopped(f"step {newest(folder / 'checkpoints')} is saved in `{folder}`")
 
 
 def job(request: Request, plan: Plan, folder: Path, name: str, status: str) -> Job:
