@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dflash import HANDED, config, graphs, replay
+from dflash import HANDED, config, graphs, replay, timeline
 from env.cache import examine, places, several, store, verify
 from env.cache import harvest as harvesting
 from env.errors import Exit, Failure
@@ -117,16 +117,25 @@ def _sealed_details(choices: Sequence[store.Choice]) -> dict[str, Sequence[str]]
     return found
 
 
-def verified(settings: config.Config, device: str = "", *, harvest: bool = False, key: Path | None = None) -> list[str]:
-    """Replay one training step from the sealed cache that fits; what came of it, a sentence a line.
+def verified(
+    name: str,
+    device: str = "",
+    *,
+    harvest: bool = False,
+    key: Path | None = None,
+    picture: Path | None = None,
+) -> list[str]:
+    """Replay one training step of a configuration from the sealed cache that fits; what came of it, a sentence a line.
 
     With `harvest`, the winners among the kernels' configurations that this step has found are sealed with the rest as
-    a new cache, signed with `key`.
+    a new cache, signed with `key`. With `picture`, two more processes take that step, one with an empty cache, and the
+    time of both is drawn there.
 
     Raises:
         Failure: Exit.CACHE, when no sealed cache fits, or a promised key did not hit, or anything missed; with the
             factors that differ. See `env.cache.harvest`.
     """
+    settings = config.load(name)
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", 0)
@@ -147,7 +156,13 @@ def verified(settings: config.Config, device: str = "", *, harvest: bool = False
     if verdict.problems:
         raise verdict.failure(str(choice.path))
     said = [f"{verdict.sentence()}; first step {outcome['seconds']['first_step']:.2f} s on {outcome['device']}"]
-    return [*said, _harvested(choice, key)] if harvest else said
+    if harvest:
+        said.append(_harvested(choice, key))
+    if picture is not None:
+        outcomes = timeline.compare(name, str(found), choice.environ, HANDED)
+        timeline.draw(outcomes, picture)
+        said += [*timeline.lines(outcomes), f"drawn in {picture}, figures in {picture.with_suffix('.json')}"]
+    return said
 
 
 def _harvested(choice: store.Choice, key: Path | None) -> str:

@@ -6,7 +6,6 @@ torch is imported only once the arguments are known to be right: a wrong flag sh
 from __future__ import annotations
 
 import errno
-import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Annotated
 import typer
 
 from dflash import cli_data
-from dflash.stopping import Stopped
+from dflash.stopping import Stopped, tell
 from env.errors import Exit, Failure, report
 
 EXAMPLES = """
@@ -161,6 +160,8 @@ Examples:
 
   nox -s verify -- --config qwen3-8b --harvest        and bring back which kernels won here
 
+  nox -s verify -- --timeline first.png               and draw where a first step's time goes, cold and baked
+
   nox -s verify -- --config qwen3-8b --device cuda:5  for a process that sees several cards
 """
 
@@ -176,6 +177,9 @@ def verify(
     key: Annotated[
         Path | None, typer.Option(help="With --harvest: a private SSH key that signs the new cache.")
     ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Draw a first step's time, cold against baked: a PNG, and JSON beside it.")
+    ] = None,
 ) -> None:
     """Replay one training step from the baked cache: every promised key must hit, and nothing may miss."""
     from dflash import config as configs
@@ -184,10 +188,10 @@ def verify(
         raise Failure(
             Exit.USAGE, "`--key` signs what `--harvest` seals, which is not asked for", hint="add `--harvest`"
         )
-    settings = configs.load(config)
+    configs.load(config)  # a wrong one is told before torch is imported
     from dflash.caches import verified
 
-    for line in verified(settings, device, harvest=harvest, key=key):
+    for line in verified(config, device, harvest=harvest, key=key, picture=timeline):
         print(line)
 
 
@@ -202,9 +206,7 @@ def main(argv: Sequence[str]) -> int:
     except Failure as failure:
         return report(failure)
     except Stopped as stopped:
-        print(f"stopped: {stopped.where}", file=sys.stderr)
-        print("hint: the same command goes on from there", file=sys.stderr, flush=True)
-        return int(stopped.code)
+        return tell(stopped.code, stopped.where)
     except USAGE_ERRORS as error:
         said = error.format_message() if hasattr(error, "format_message") else str(error)
         return report(Failure(Exit.USAGE, said, hint=f"`nox -s {_session(argv)} -- --help` lists what there is"))

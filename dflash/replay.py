@@ -17,13 +17,14 @@ import json  # noqa: E402
 import logging  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
+from contextlib import ExitStack  # noqa: E402
 from types import TracebackType  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
-from dflash import config, graphs  # noqa: E402
+from dflash import config, graphs, timeline  # noqa: E402
 from dflash.warm import warm_up  # noqa: E402
 from env.cache import factors, store  # noqa: E402
 from env.errors import Exit, Failure, report  # noqa: E402
@@ -127,8 +128,10 @@ class Observer(logging.Filter):
         }
 
 
-def replay(settings: config.Config, device: torch.device, *, steps: int = 1) -> dict[str, Any]:
+def replay(settings: config.Config, device: torch.device, *, steps: int = 1, timed: bool = False) -> dict[str, Any]:
     """Run a configuration's step on a device; seconds of each part and what the caches answered.
+
+    With `timed`, also when each phase of the first step began and ended (`dflash.timeline`).
 
     Raises:
         Failure: Exit.HOST, when there is no C++ compiler or no such device.
@@ -144,10 +147,12 @@ def replay(settings: config.Config, device: torch.device, *, steps: int = 1) -> 
             warm = time.perf_counter()
             rehearsal = graphs.Rehearsal(settings, device)
             _finish(device)
-            built = time.perf_counter()
-            loss = rehearsal()
-            _finish(device)
-            first = time.perf_counter()
+            built, begun_at = time.perf_counter(), timeline.now()
+            with ExitStack() as stack:
+                spans = stack.enter_context(timeline.watched()) if timed else []
+                loss = rehearsal()
+                _finish(device)
+            first, ended_at = time.perf_counter(), timeline.now()
     except (RuntimeError, AssertionError) as error:
         if device.type != "cuda" or torch.cuda.is_available():
             raise
@@ -159,6 +164,7 @@ def replay(settings: config.Config, device: torch.device, *, steps: int = 1) -> 
         _finish(device)
         later.append(time.perf_counter() - begun)
     return {
+        **({"timeline": timeline.segments(spans, begun_at, ended_at)} if timed else {}),
         "seconds": {
             "imports": imported - BEGUN,
             "identity": identified - imported,
@@ -184,12 +190,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="a preset's name or a TOML file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1")
     parser.add_argument("--steps", type=int, default=1, help="how many steps to time, the first included")
+    parser.add_argument("--timeline", action="store_true", help="also tell where the first step's time went")
     options = parser.parse_args(argv)
     try:
         device = torch.device(options.device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", 0)  # as the trainer's: the index is part of every key
-        outcome = replay(config.load(options.config), device, steps=options.steps)
+        outcome = replay(config.load(options.config), device, steps=options.steps, timed=options.timeline)
     except Failure as failure:
         return report(failure)
     print(json.dumps(outcome, indent=1))

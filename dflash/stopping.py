@@ -1,10 +1,18 @@
-"""Ctrl-C and SIGTERM: noted when they come, answered where a run can be left whole."""
+"""Ctrl-C and SIGTERM: noted when they come, answered where a run can be left whole.
+
+While a first step compiles, which may take minutes, nothing is in memory that is not on the disk: there they are
+answered at once.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from env.errors import Exit
@@ -26,6 +34,8 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.ends_the_process = False
+        """Whether signals are this process's own to answer: a worker's are its agent's."""
 
     def note(self, number: int, _frame: FrameType | None) -> None:
         """Remember the first signal; the second one ends the process at once, for whoever cannot wait."""
@@ -47,11 +57,74 @@ class Stop:
         assert self.signal is not None
         return Stopped(CODES[self.signal], where)
 
+    @contextmanager
+    def at_once(self, where: str) -> Iterator[None]:
+        """End the process within the block when a signal comes; `where` says what a rerun will go on from.
+
+        For a block in which nothing can be lost, as a checkpoint has everything that there is. The interpreter sees a
+        signal only between two steps of the main thread, which a compilation or a backward pass of another thread can
+        keep from taking any, so a thread waits for the signal itself.
+
+        Raises:
+            Stopped: at once, when a signal had come before.
+        """
+        if not self.ends_the_process or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        if self.asked():
+            raise self.stopped(where)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        watcher = threading.Thread(target=_end_on_signal, args=(reader, where), daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(writer)  # the watcher reads an end
+            watcher.join()
+            os.close(reader)
+
+
+def tell(code: Exit, where: str) -> int:
+    """Say on standard error that a run has stopped and what a rerun goes on from; returns the exit code."""
+    print(f"stopped: {where}", file=sys.stderr)
+    print("hint: the same command goes on from there", file=sys.stderr, flush=True)
+    return int(code)
+
+
+def _end_on_signal(reader: int, where: str) -> None:
+    while number := os.read(reader, 1):
+        if number[0] in CODES:
+            if sys.stderr.isatty():
+                sys.stderr.write("\x1b[?25h\n")  # a progress bar has hidden the cursor
+            code = tell(CODES[signal.Signals(number[0])], where)
+            for child in descendants(os.getpid()):  # compilers, which would go on for nobody
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            os._exit(code)
+
+
+def descendants(process: int) -> list[int]:
+    """The processes that a process has started, and those that they have, children before their parents' children."""
+    parents: dict[int, list[int]] = {}
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # the name, in parentheses, may hold anything; state and parent follow it
+            parent = int(place.read_text(errors="replace").rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(place.parent.name))
+    found = list(parents.get(process, ()))
+    for child in found:
+        found += parents.get(child, ())
+    return found
+
 
 @contextmanager
 def listening() -> Iterator[Stop]:
     """Note SIGINT and SIGTERM during the block instead of dying of them."""
     stop = Stop()
+    stop.ends_the_process = True
     before = {number: signal.signal(number, stop.note) for number in CODES}
     try:
         yield stop

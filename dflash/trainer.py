@@ -192,7 +192,8 @@ class _Work:
         before = time.perf_counter()
         if self.begun < self.total and not place.choices:
             place.pulse.work("warming up", START)
-            warm_up(settings, place.device)
+            with stop.at_once(self.nothing_lost()):
+                warm_up(settings, place.device)
         self.warmed = time.perf_counter() - before
         self.answers: dict[str, Any] | None = None
         self.skipped = 0
@@ -203,7 +204,8 @@ class _Work:
         rate = learning_rate(step, self.total, recipe.lr, recipe.warmup)
         place.pulse.work(f"step {step + 1}", START if first else WORK)
         start = time.perf_counter()
-        with place.guard(), Observed(place.team) if first else nullcontext() as observer:
+        hasty = self.stop.at_once(self.nothing_lost()) if first else nullcontext()
+        with place.guard(), hasty, Observed(place.team) if first else nullcontext() as observer:
             numbers = one_step(
                 self.drafter,
                 self.optimizers,
@@ -231,6 +233,12 @@ class _Work:
         if self.skipped >= recipe.skips:
             raise _not_finite(step + 1, self.skipped, numbers)
         return numbers
+
+    def nothing_lost(self) -> str:
+        """What is lost by stopping while a process's first step compiles: nothing."""
+        kept = f"step {self.begun} of {self.total} is saved in `{checkpoint.where(self.places, self.begun)}`"
+        kept = kept if self.begun else f"none of {self.total} steps was trained yet"
+        return f"the first step was being compiled, so nothing is lost: {kept}"
 
     def save(self, step: int, *, halt: bool) -> None:
         """Save when it is due; raises Stopped when a signal has asked for it."""

@@ -306,6 +306,8 @@ def test_without_a_gpu_the_row_is_one_sentence(
 ) -> None:
     asked_of(sys.executable, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # torch sets them in a process that has compiled
+        monkeypatch.delenv(name, raising=False)
     assert cli.main(["--gpu-row"]) == Exit.HOST
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "error: torch sees no GPU 0 here\n")
@@ -405,7 +407,7 @@ def severities(report: dict[str, Any]) -> dict[str, str]:
 
 def test_a_real_user_id_without_an_entry_a_name_or_a_home_gets_a_whole_report(elsewhere: Path) -> None:
     report = as_nobody(elsewhere, "--run", "/tmp/dflash-doctor-run")
-    assert severities(report)["user"] == "error"
+    assert severities(report)["user"] == "note"
     assert severities(report)["writable"] == "error"  # the project's folder is root's, and no environment is made yet
     kernels = next(folder for folder in report["host"]["folders"] if folder["role"] == "kernels")
     assert kernels["path"] == "/tmp/dflash-12345"

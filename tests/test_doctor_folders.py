@@ -14,7 +14,7 @@ from hosts import DISK, GB, folder, folders, host, plan
 
 from env.doctor.checks import disk, executable, local, shm, writable
 from env.doctor.facts.environment import Environment
-from env.doctor.facts.folders import Folder, Mount, look, mount_of, parse_mounts, places, read_mounts, spare
+from env.doctor.facts.folders import Folder, Mount, look, mount_of, parse_mounts, places, read_mounts
 from env.doctor.finding import Severity
 from env.doctor.host import look_at_folders
 
@@ -97,6 +97,7 @@ def test_variables_move_folders_and_are_named() -> None:
             "XDG_CACHE_HOME": "/c",
             "TORCHINDUCTOR_CACHE_DIR": "k",
             "TRITON_CACHE_DIR": "/t",
+            "DFLASH_KEEP": "TORCHINDUCTOR_CACHE_DIR,TRITON_*",
             "TMPDIR": "/x",
             "HF_HOME": "/hf",
         },
@@ -116,8 +117,32 @@ def test_without_a_home_kernels_go_where_the_launch_puts_them() -> None:
     assert paths({})["kernels"] == ("/tmp/dflash-12345", None)
     assert "models" not in paths({})
     # The launch reads HOME only; the hub's library asks the password database too.
-    assert paths({}, home="/h")["kernels"] == (spare(Folder(role="temporary", path="/tmp"), 12345), None)
+    assert paths({}, home="/h")["kernels"] == ("/tmp/dflash-12345", None)
     assert paths({}, home="/h")["models"] == ("/h/.cache/huggingface/hub", None)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"DFLASH_CACHE_HOME": "/named", "XDG_CACHE_HOME": "/x", "HOME": "/h"},
+        {"XDG_CACHE_HOME": "/x", "HOME": "/h"},
+        {"XDG_CACHE_HOME": "relative", "HOME": "/h"},
+        {"HOME": "/h"},
+        {"HOME": "", "TMPDIR": "/t"},
+        {"TEMP": "/t"},
+        {},
+        {"HOME": "/h", "TORCHINDUCTOR_CACHE_DIR": "/of/the/host", "TRITON_CACHE_DIR": "/of/the/host"},
+    ],
+)
+def test_the_doctor_and_the_launch_never_disagree_about_where_caches_go(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from env.cache import places as launching
+
+    monkeypatch.setattr(launching, "_problem", lambda *_: "")  # nothing is made, every folder would do
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    assert paths(environ, home="/h")["kernels"][0] == str(launching.cache_home(environ).path)
+    assert "triton" not in paths(environ)
 
 
 # What really can be done in a folder.
@@ -242,6 +267,7 @@ def test_another_user_id_really_cannot_write_and_is_told_so(tmp_path: Path) -> N
                 "env/errors.py",
                 "env/variants.py",
                 "env/variants.toml",
+                "env/cache",
                 "env/doctor",
                 str(place),
             ],

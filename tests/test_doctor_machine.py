@@ -251,13 +251,13 @@ def test_a_user_with_an_entry_is_fine() -> None:
     assert found(user.judge(host(user=seen), plan())).severity is Severity.OK
 
 
-def test_an_id_without_an_entry_and_without_a_name_is_an_error_that_says_what_dies() -> None:
+def test_an_id_without_an_entry_and_without_a_name_is_a_note_that_says_what_the_launch_does_about_it() -> None:
     uid = unnamed_id()
     seen = machine.user({}, uid=uid)
     assert seen == User(uid=uid)
     finding = found(user.judge(host(user=seen), plan()))
-    assert finding.severity is Severity.ERROR
-    assert "`import torch._dynamo` dies" in finding.message
+    assert finding.severity is Severity.NOTE
+    assert "the launch sets USER" in finding.message
     assert f"USER=uid{uid}" in (finding.remedy or "")
 
 
@@ -381,7 +381,7 @@ def test_a_pod_is_seen_through() -> None:
     assert found(memory.judge(pod, asked)).severity is Severity.ERROR
     assert found(processors.judge(pod, asked)).severity is Severity.WARNING
     assert found(limits.judge(pod, asked)).severity is Severity.WARNING
-    assert found(user.judge(pod, asked)).severity is Severity.ERROR
+    assert found(user.judge(pod, asked)).severity is Severity.NOTE
 
 
 @pytest.mark.parametrize(("size", "text"), [(0, "0 kB"), (999e6, "999 MB"), (12.58e9, "12.6 GB"), (2e12, "2.0 TB")])

@@ -163,6 +163,33 @@ def test_a_run_that_is_asked_to_stop_saves_says_where_and_goes_on(
     assert_the_same(whole, folder)
 
 
+def test_a_run_that_is_asked_to_stop_while_it_compiles_ends_at_once(trainer: Trainer) -> None:
+    code = """
+import subprocess, sys
+from dflash import trainer
+def slow(*_):
+    print("compiling", flush=True)
+    subprocess.run(["sleep", "98765"])  # as a compiler would be waited for
+trainer.warm_up = slow
+from dflash.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", code, "train", "--config", str(trainer.config), "--run", "hurried"]
+    process = subprocess.Popen(
+        command, cwd=trainer.folder, env=trainer.environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "compiling\n"
+    begun = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)  # which also waits for whoever holds the pipes: nobody is left
+    assert time.monotonic() - begun < 10
+    assert process.returncode == Exit.TERMINATED
+    assert "stopped: the first step was being compiled, so nothing is lost: none of 12 steps was trained yet" in err
+    assert "hint: the same command goes on from there" in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [

@@ -52,19 +52,19 @@ def cache_home(environ: Mapping[str, str] | None = None) -> Home:
         Failure: Exit.STORAGE, when none can be used, with the reason of each, or the one that was named cannot.
     """
     environ = os.environ if environ is None else environ
-    named = environ.get(HOME)
-    if named:
-        path = Path(named)
+    found = candidates(environ, os.getuid())
+    if found[0][1] == HOME:
+        path = found[0][0]
         problem = _problem(path, environ)
         if problem:
             raise Failure(
                 Exit.STORAGE,
-                f"caches cannot go to {named}, as {HOME} says: {problem}",
+                f"caches cannot go to {path}, as {HOME} says: {problem}",
                 hint=f"point {HOME} at a folder on a local disk that is yours alone, or unset it",
             )
         return Home(path)
     reasons: list[str] = []
-    for path in _usual(environ):
+    for path, _ in found:
         problem = _problem(path, environ)
         if not problem:
             return Home(path, f"caches go to {path}: {'; '.join(reasons)}" if reasons else None)
@@ -77,17 +77,24 @@ def cache_home(environ: Mapping[str, str] | None = None) -> Home:
     )
 
 
-def _usual(environ: Mapping[str, str]) -> list[Path]:
-    found = []
-    base = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else "")
-    if base.startswith("/"):
-        found.append(Path(base) / "dflash")
-    try:
-        temporary = environ.get("TMPDIR") or tempfile.gettempdir()
-    except FileNotFoundError:  # a read-only root without any temporary folder
-        return found
+def candidates(environ: Mapping[str, str], uid: int) -> tuple[tuple[Path, str | None], ...]:
+    """The folders that caches may go to, the first that can be used, and the variable that names each; none is touched.
+
+    The doctor looks at the first, so that it speaks of the folder that a launch would take.
+    """
+    named = environ.get(HOME)
+    if named:
+        return ((Path(named), HOME),)
+    found: list[tuple[Path, str | None]] = []
+    base = environ.get("XDG_CACHE_HOME")
+    if base:
+        found += [(Path(base) / "dflash", "XDG_CACHE_HOME")] if base.startswith("/") else []
+    elif environ.get("HOME", "").startswith("/"):
+        found.append((Path(environ["HOME"]) / ".cache/dflash", None))
     # no name of the user: asking for it fails for a user id without a passwd entry
-    return [*found, Path(temporary) / f"dflash-{os.getuid()}"]
+    variable = next((name for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)), None)
+    temporary = [environ[variable]] if variable else ["/tmp", "/var/tmp"]  # noqa: S108  # ours alone, and checked
+    return (*found, *((Path(folder) / f"dflash-{uid}", None) for folder in temporary))
 
 
 def _problem(path: Path, environ: Mapping[str, str]) -> str:

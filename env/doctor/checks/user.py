@@ -14,7 +14,8 @@ def judge(host: Host, _plan: Plan) -> Finding | None:
 
     Containers run as such ids (`docker run --user 12345`, OpenShift). What breaks, measured on torch 2.11.0 with uid
     12345: `import torch._dynamo` calls `getpass.getuser()` and dies of KeyError (OSError from Python 3.13 on), even
-    where TORCHINDUCTOR_CACHE_DIR is set; with USER set it works. Without HOME, `Path.home()` raises RuntimeError.
+    where TORCHINDUCTOR_CACHE_DIR is set; with USER set it works, so the launch sets it (`env.cache.pins`). Without
+    HOME, `Path.home()` raises RuntimeError.
     """
     user = host.user
     if user is None:
@@ -24,9 +25,9 @@ def judge(host: Host, _plan: Plan) -> Finding | None:
     what = f"uid {user.uid} has no entry in the password database"
     if user.name_from is None:
         return Finding(
-            Severity.ERROR,
-            f"{what}, and no variable names the user: `import torch._dynamo` dies of it",
-            remedy=f"`export USER=uid{user.uid}`"
+            Severity.NOTE,
+            f"{what}, and no variable names the user: the launch sets USER, for torch, which dies without a name",
+            remedy=f"to start torch in another way, `export USER=uid{user.uid}`"
             + ("" if user.home_from == "HOME" else f", and HOME as well: {HOMELESS}"),
         )
     if user.home_from != "HOME":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import mmap
 import os
 import re
@@ -11,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from env.cache import pins
+from env.cache import places as caches
 from env.doctor.facts.probing import read
 
 
@@ -107,14 +110,16 @@ def places(
         variable = next((name for name in variables if environ.get(name)), None)
         return place(role, Path(environ[variable], below), variable) if variable else None
 
+    def kept(role: str, variable: str) -> Folder | None:
+        # the launch takes these away, because the cache's identity chooses the folder, unless the user keeps them
+        patterns = pins.kept(environ)
+        return named(role, variable) if any(fnmatch.fnmatchcase(variable, one) for one in patterns) else None
+
     temporary = named("temporary", "TMPDIR", "TEMP", "TMP") or place("temporary", "/tmp")  # noqa: S108
     found = [
         named("home", "HOME") or (place("home", home) if home else None),
-        named("kernels", "TORCHINDUCTOR_CACHE_DIR")
-        or named("kernels", "XDG_CACHE_HOME", below="dflash")
-        or (place("kernels", home / ".cache/dflash") if home and environ.get("HOME") else None)
-        or place("kernels", spare(temporary, uid)),
-        named("triton", "TRITON_CACHE_DIR"),
+        kept("kernels", "TORCHINDUCTOR_CACHE_DIR") or place("kernels", *caches.candidates(environ, uid)[0]),
+        kept("triton", "TRITON_CACHE_DIR"),
         temporary,
         place("project", project),
         place("runs", runs or "runs"),
@@ -125,11 +130,6 @@ def places(
         place("shm", SHM),
     ]
     return tuple(folder for folder in found if folder is not None)
-
-
-def spare(temporary: Folder, uid: int) -> str:
-    """Where the launch puts kernels for a user whose cache folder is missing or cannot be written."""
-    return f"{temporary.path}/dflash-{uid}"
 
 
 def parse_mounts(text: str) -> tuple[Mount, ...]:
