@@ -220,7 +220,7 @@ def test_an_unknown_shape_of_torch_is_refused_with_its_version_the_versions_read
     text = refused(change)
     assert f"torch {torch.__version__} keeps its tracing state in a shape that was never read" in text
     assert f"read in torch {', '.join(tracing.READ_IN)}" in text
-    assert "python -m dflash.diagnose" in text
+    assert "`nox -s doctor -- --compile`" in text
 
 
 def test_the_cure_is_refused_in_a_worker_thread_but_one_that_is_in_can_be_asked_for_there() -> None:
