@@ -230,7 +230,6 @@ def build(
     Raises:
         Failure: Exit.HOST without an engine; whatever a build can fail of, see `remote.explain`.
     """
-    remote.require_engine()
     base_digest = reference.rpartition("@")[2]
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", base_digest):
         raise Failure(
@@ -238,6 +237,7 @@ def build(
             f"the base `{reference}` is not named by its digest, so it could be another one tomorrow",
             hint="`--base REF@sha256:…`",
         )
+    remote.require_engine()
     tools = bootstrap.ensure_tools()
     with tempfile.TemporaryDirectory(prefix="dflash-image-") as scratch, terminable():
         folder = Path(scratch)
@@ -387,6 +387,8 @@ def main(argv: Sequence[str]) -> int:
             details=[f"built for {' '.join(variant.capabilities)}"],
         )
     wanted = target(variant, cards, lock_identity(variant), gpu_configs=options.config or GPU_CONFIGS)
+    if not options.base:
+        remote.require_engine()  # before minutes are spent on a base
     reference = options.base or base.ensure().reference
     where = output(options.output, variant.name)
     digest = build(wanted, reference, where, network=options.network, fresh=options.no_cache)

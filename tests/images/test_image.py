@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -211,11 +212,11 @@ def test_an_edit_that_touches_no_graph_moves_the_last_layer_only(
 
 
 def test_two_builds_that_share_nothing_have_one_digest(
-    built: Built, docker_engine: Engine, loopback_registry: str, tmp_path: Path
+    built: Built, docker_engine: Engine, loopback_registry: str, source: Path, tmp_path: Path
 ) -> None:
     docker_engine.docker("image", "prune", "--all", "--force")
     docker_engine.docker("builder", "prune", "--all", "--force")
-    other = checkout(tmp_path / "another folder" / "with" / "another name")
+    other = shutil.copytree(source, tmp_path / "another folder" / "with" / "another name", symlinks=True)
     start = time.monotonic()
     done = image(
         docker_engine, other, "--network=host", "--no-cache", "--output", f"push:{loopback_registry}/dflash:second"
