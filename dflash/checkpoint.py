@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,6 +21,9 @@ from dflash import storage
 from env.errors import Exit, Failure
 
 MANIFEST = "manifest.json"
+ANNOUNCED = ("TypedStorage is deprecated", "torch.distributed is (disabled|unavailable)")
+"""torch's own warnings, of its planner and that one process saves alone, which is meant. Filtered by what they say, and
+for good: `catch_warnings` is the process's, and a thread that leaves it while another is inside undoes the other's."""
 
 
 def save(
@@ -29,14 +34,74 @@ def save(
     Raises:
         Failure: Exit.STORAGE, when the disk refuses; earlier checkpoints are untouched.
     """
-    place = where(folder, step)
+    _expect_warnings()
+    return _write(folder, step, _state(model, optimizers), keep)
+
+
+class Saver:
+    """Saves in a thread of its own, over a copy on the CPU, so that training goes on meanwhile; one at a time."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        self._thread: threading.Thread | None = None
+        self._failed: BaseException | None = None
+
+    def save(self, step: int, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Copy the state and begin to write it as `save` does; waits for the one before.
+
+        Raises:
+            Failure: Exit.STORAGE, when the disk refused the one before.
+        """
+        self.wait()
+        _expect_warnings()
+        state = _copy(_state(model, optimizers))
+        self._thread = threading.Thread(target=self._run, args=(step, state), name=f"saving step {step}")
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what the disk has refused so far; waits for nothing."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
+
+    def wait(self) -> None:
+        """Wait until everything is written; raises as `check` does."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def _run(self, step: int, state: dict[str, Any]) -> None:
+        try:
+            _write(self._folder, step, state, self._keep)
+        except BaseException as error:  # noqa: BLE001  # raised in the thread that trains
+            self._failed = error
+
+
+def _expect_warnings() -> None:
+    for message in ANNOUNCED:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _state(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     weights, moments = get_state_dict(model, list(optimizers))
+    return {"model": weights, "optimizer": moments}
+
+
+def _copy(value: Any) -> Any:
+    """The same on the CPU, in memory of its own."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copy(part) for key, part in value.items()}
+    return [_copy(part) for part in value] if isinstance(value, list) else value
+
+
+def _write(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+    place = where(folder, step)
     with storage.new_folder(place) as beside:
         try:
-            with warnings.catch_warnings():
-                # torch's own: TypedStorage inside its planner, and that one process saves alone, which is meant
-                warnings.simplefilter("ignore")
-                save_state({"model": weights, "optimizer": moments}, checkpoint_id=beside, no_dist=True)
+            save_state(state, checkpoint_id=beside, no_dist=True)
         except CheckpointException as error:
             raise _behind(error) from error
         files = {
@@ -61,9 +126,8 @@ def resume(folder: Path, model: torch.nn.Module, optimizers: Sequence[torch.opti
     place = folder / _name(saved[-1])
     _verify(place, earlier=saved[:-1])
     weights, moments = get_state_dict(model, list(optimizers))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        load({"model": weights, "optimizer": moments}, checkpoint_id=place, no_dist=True)
+    _expect_warnings()
+    load({"model": weights, "optimizer": moments}, checkpoint_id=place, no_dist=True)
     set_state_dict(model, list(optimizers), model_state_dict=weights, optim_state_dict=moments)
     return saved[-1]
 

@@ -9,14 +9,16 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint as activations
 
 from dflash import caches, checkpoint, compiling, config, gate, winners
 from dflash.data import Packed
@@ -154,6 +156,8 @@ def train(
                 watch(Step(step=step + 1, total=work.total, loss=loss, tokens=tokens, seconds=seconds, note=note))
             work.save(step, halt=halt)
     finally:
+        with suppress(Failure):  # only of interest where nothing else went wrong, and then it was raised already
+            work.saver.wait()
         if metrics is not None:
             metrics.close()
     return Outcome(drafter=work.drafter, steps=work.total, caches=work.answers)
@@ -185,7 +189,10 @@ class _Work:
             say(notice)
         winners.keep_in_cache()
         self.chunk = compiling.compile_regions(self.drafter)
+        if settings.optimizer.recompute:
+            recompute(self.drafter)
         self.places = folder / "checkpoints"
+        self.saver = checkpoint.Saver(self.places, keep=settings.checkpoint.keep)
         self.total = total_steps(len(rows.tokens), settings)
         self.begun = checkpoint.resume(self.places, self.drafter, self.optimizers)
         _require_one_mind(place.team, self.begun)
@@ -242,12 +249,15 @@ class _Work:
 
     def save(self, step: int, *, halt: bool) -> None:
         """Save when it is due; raises Stopped when a signal has asked for it."""
-        team, keep, done = self.place.team, self.settings.checkpoint.keep, step + 1
+        team, done = self.place.team, step + 1
+        self.saver.check()
         if not (done % self.settings.checkpoint.every == 0 or done == self.total or halt):
             return
         self.place.pulse.work(f"saving after step {done}", START)
         if team.number == 0:
-            checkpoint.save(self.places, done, self.drafter, self.optimizers, keep=keep)
+            self.saver.save(done, self.drafter, self.optimizers)
+            if halt or done == self.total:
+                self.saver.wait()
         if halt:
             self.stop.ask(signal.SIGTERM)  # when another worker was asked
             if team.number == 0:
@@ -354,6 +364,16 @@ def make_optimizers(drafter: Drafter, recipe: config.Optimizer) -> list[torch.op
         return [adamw]
     muon = torch.optim.Muon(matrices, lr=recipe.lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
     return [muon, adamw]
+
+
+def recompute(drafter: Drafter) -> None:
+    """Keep only what goes into each decoder layer, and compute its insides again in the backward pass.
+
+    Round the compiled layers, so that the graphs are the baked ones.
+    """
+    for layer in drafter.layers:
+        inner = layer._compiled_call_impl or layer._call_impl  # noqa: SLF001  # what `Module.compile` has put there
+        layer._compiled_call_impl = partial(activations.checkpoint, inner, use_reentrant=False)  # noqa: SLF001
 
 
 class Borrowed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,34 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_before(small_disk
     assert caught.value.code == Exit.STORAGE
     assert [path.name for path in small_disk.iterdir()] == ["step-00000001"]
     assert checkpoint.resume(small_disk, *fresh()) == 1
+
+
+def test_what_a_thread_saves_is_the_state_of_that_moment_and_waits_its_turn(tmp_path: Path) -> None:
+    model, optimizers = fresh()
+    saver = checkpoint.Saver(tmp_path, keep=2)
+    train(model, optimizers, 3)
+    saver.save(3, model, optimizers)
+    train(model, optimizers, 4)  # meanwhile
+    saver.save(7, model, optimizers)
+    saver.wait()
+    assert checkpoint.steps(tmp_path) == [3, 7]
+    for step in (7, 3):
+        other, others = fresh()
+        assert checkpoint.resume(tmp_path, other, others) == step
+        expected, beside = fresh()
+        train(expected, beside, step)
+        assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), other.parameters(), strict=True))
+        shutil.rmtree(checkpoint.where(tmp_path, step))
+
+
+def test_what_the_disk_refuses_a_thread_is_raised_where_training_goes_on(small_disk: Path) -> None:
+    large = torch.nn.Linear(1024, 1024)
+    saver = checkpoint.Saver(small_disk, keep=2)
+    saver.save(1, large, [torch.optim.AdamW(large.parameters())])
+    with pytest.raises(Failure, match="the disk is full"):
+        saver.wait()
+    saver.check()
+    assert list(small_disk.iterdir()) == []
 
 
 def test_a_full_disk_leaves_the_old_file(small_disk: Path) -> None:

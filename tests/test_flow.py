@@ -264,6 +264,12 @@ def test_all_drafters_stop_after_the_same_step_whoever_was_asked(tmp_path: Path,
     assert torch.equal(flat(whole[0]), flat(train(tmp_path / "undisturbed", rows, 3)[0]))
 
 
+def test_layers_that_are_computed_again_give_the_same_bits(tmp_path: Path, rows: data.Rows, plain: None) -> None:
+    (kept,) = train(tmp_path / "kept", rows, 1)
+    (again,) = train(tmp_path / "again", rows, 1, recompute=True)
+    assert torch.equal(flat(kept), flat(again))
+
+
 def test_drafters_that_find_different_checkpoints_do_not_begin(tmp_path: Path, rows: data.Rows, plain: None) -> None:
     train(tmp_path / "0", rows, 1)
     circle, wanted = team.Circle(2, 60), settings()
