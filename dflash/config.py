@@ -165,7 +165,7 @@ class Optimizer:
     skips: int = 5
     """Steps in a row that may be skipped for numbers that are not finite; with this many the run stops."""
     recompute: bool = False
-    """Keep only what goes into decoder layers for the backward pass, and compute the rest again: less memory, slower."""
+    """Keep only what goes into decoder layers, and compute the rest again in the backward pass: less memory, slower."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "lr", "clip")
