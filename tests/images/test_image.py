@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from building import checkout, image, layers
 from engine import Engine, engine
+from toys import Keys, use
 
-from env import base
+from env import base, pull, remote
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(1800)]
 
@@ -78,12 +79,17 @@ def built(docker_engine: Engine, loopback_registry: str, source: Path) -> Built:
 
 
 @pytest.fixture(scope="module")
-def node(built: Built) -> Iterator[Engine]:
-    """Another engine, with nothing but what it pulled by digest."""
+def node(built: Built, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Another engine, with nothing but what `nox -s pull` believed, and pulled by digest."""
     with engine() as made:
-        start = time.monotonic()
-        made.docker("pull", "--quiet", built.reference)
-        print(f"\nimage: pulled and unpacked in {time.monotonic() - start:.0f} s")
+        with pytest.MonkeyPatch.context() as patch:
+            use(made, patch)
+            signing = ["--key", str(keys.private), "--tlog-upload=false", "--yes"]
+            remote.cosign("sign", *signing, built.reference)
+            start = time.monotonic()
+            host = tmp_path_factory.mktemp("host")  # one without cards
+            assert pull.main([built.reference, "--key", str(keys.public)], host) == 0
+        print(f"\nimage: verified, pulled and unpacked in {time.monotonic() - start:.0f} s")
         yield made
 
 
