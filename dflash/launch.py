@@ -114,7 +114,7 @@ class Agent(LocalElasticAgent):
     def _tell(self, rank: int, code: int) -> None:
         who = "the worker" if self._plan.launcher == "threads" else str(self._plan.topology.role(rank))
         left = self._remaining_restarts
-        then = f"all start again from {self._progress()} ({left} of {self._plan.max_restarts} restarts left)"
+        then = f"all start again from {self._progress()} ({left - 1} of {self._plan.max_restarts} restarts left)"
         if code in FINAL:
             return  # its own sentence is enough
         self._say(f"{who} {_how(code)}; {then if left else 'no restart is left'}")

@@ -30,7 +30,7 @@ class Exit(IntEnum):
     LOCK = 9
     """A lock is stale, edited, inconsistent, cannot be resolved, or holds a package with a known vulnerability."""
     UNREACHABLE = 10
-    """A package index, a registry or a feed of advisories does not answer."""
+    """A package index, a registry, a feed of advisories or another node does not answer."""
     INTERRUPTED = 130
     """Stopped by Ctrl-C (SIGINT), after saving."""
     TERMINATED = 143
