@@ -6,6 +6,8 @@ torch is imported only once the arguments are known to be right: a wrong flag sh
 from __future__ import annotations
 
 import errno
+import os
+import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -199,6 +201,20 @@ def _session(argv: Sequence[str]) -> str:
     return argv[0] if argv and argv[0] in {"data", "verify"} else "train"
 
 
+def full_output(probe: bytes = b"") -> Failure | None:
+    """The failure of standard output, if it takes nothing more; Python would complain again at its end."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), probe)
+    except (BrokenPipeError, ValueError):  # nobody reads it, or it is no file
+        return None
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        said = f"cannot write to standard output: {error.strerror}"
+        return Failure(Exit.STORAGE, said, hint="what is on the disk is whole; the same command says it again")
+    return None
+
+
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit code; whatever a user can mend is one sentence, not a traceback."""
     try:
@@ -213,8 +229,13 @@ def main(argv: Sequence[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return int(Exit.INTERRUPTED)
     except OSError as error:
+        # an error without a file's name may be that of what was printed; then not even a line end can be written
+        if error.filename is None and (refused := full_output(b"\n")) is not None:
+            return report(refused)
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
             place = f" in `{error.filename}`" if error.filename else ""
             return report(Failure(Exit.STORAGE, f"cannot write{place}: {error.strerror}"))
         raise
+    if (refused := full_output()) is not None:
+        return report(refused)
     return int(code or 0)

@@ -194,7 +194,8 @@ def _digest(place: Path, contents: dict[Path, bytes]) -> str:
     if not place.is_dir():
         return digests[place]
     lines = [f"{digest}  {file.relative_to(place).as_posix()}\n" for file, digest in digests.items()]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    # names of files are bytes, which need not be UTF-8
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _documents(file: Path, content: bytes) -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from enum import IntEnum
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Exit(IntEnum):
@@ -56,5 +59,13 @@ class Failure(Exception):
 
 def report(failure: Failure) -> int:
     """Print a failure on standard error and return its exit code; readable without colour."""
-    print(failure, file=sys.stderr, flush=True)
+    print(visible(str(failure)), file=sys.stderr, flush=True)
     return int(failure.code)
+
+
+def visible(text: str) -> str:
+    r"""A text with every control character but line ends and tabs written out, as in \x1b: a path may hold any.
+
+    They would move the cursor, colour the terminal or hide what stands before them.
+    """
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -16,7 +16,7 @@ import pytest
 
 from env import bake, bakers, gpus
 from env.bake import Baked, Example, Kitchen, Recipe
-from env.cache import examine, sign
+from env.cache import examine, several, sign, store
 from env.errors import Exit, Failure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -245,7 +245,7 @@ def test_the_command_bakes_a_configuration_for_each_device_of_a_card(tmp_path: P
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
     done = command(
-        *("--config", str(tmp_path / "small.toml"), "--gpu", "h200", "--devices", "0,1"),
+        *("--config", str(tmp_path / "small.toml"), "--gpu", "h200", "--devices", "5,7"),
         *("--interpreter", sys.executable, "--jobs", "2"),
         home=home,
     )
@@ -254,12 +254,28 @@ def test_the_command_bakes_a_configuration_for_each_device_of_a_card(tmp_path: P
     assert len(lines) == 2
     assert all("3 graphs" in line for line in lines)  # a layer forward and backward, a chunk of the loss
     manifests = [json.loads(path.read_text()) for path in (home / "sealed").glob("*/manifest.json")]
-    assert sorted(one["factors"]["device.index"] for one in manifests) == [0, 1]
+    assert sorted(one["factors"]["device.index"] for one in manifests) == [5, 7]
+    for family in ("aot_autograd", "fx"):
+        assert not set(manifests[0]["keys"][family]) & set(manifests[1]["keys"][family]), "each index has its own"
     assert manifests[0]["keys"]["triton"] == manifests[1]["keys"]["triton"]
     assert manifests[0]["graph_id"] == manifests[1]["graph_id"]
     assert all(one["counts"]["autograd_hit"] == 2 and one["counts"]["fx_hit"] == 3 for one in manifests)
     assert not list((home / "baking").glob("*.kernels"))
     shutil.rmtree(tmp_path / "home" / "baking")
+    wanted = [
+        store.Identity(
+            factors=one["factors"],
+            graph_id=one["graph_id"],
+            gpu_id=one["gpu_id"],
+            gpu={name: one["gpu"][name] for name in gpus.DECIDES},
+        )
+        for one in manifests
+    ]
+    choices = several.choose(wanted, environ={"DFLASH_CACHE_HOME": str(home)})
+    assert [choice.kind for choice in choices] == ["seeded", "seeded"]
+    assert choices[0].path == choices[1].path, "a process has one directory for all of its devices"
+    assert len(list((choices[0].path / "fxgraph").glob("*/*"))) == 6
+    assert several.together([choice.manifest for choice in choices if choice.manifest]).counts["fx_hit"] == 6
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,16 @@ def test_the_digest_of_a_folder_changes_with_a_name_and_with_a_byte(tmp_path: Pa
     assert len({first, second, text.load(tmp_path).sha256}) == 3
 
 
+def test_a_file_name_that_is_not_utf8_is_a_name_like_any_other(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text(LINES)
+    first = text.load(folder)
+    assert first.train
+    (folder / os.fsdecode(b"caf\xe9.txt")).rename(folder / os.fsdecode(b"caf\xe8.txt"))
+    assert text.load(folder).sha256 != first.sha256
+
+
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_bytes(b"\xef\xbb\xbf" + LINES.encode())
     assert text.load(tmp_path / "mine.txt").train[0].startswith("line 0")

@@ -160,7 +160,7 @@ def _only(ours: Iterable[str], theirs: Iterable[str]) -> list[str]:
 
 
 def _text(value: Json) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 200 else f"{text[:190]}…"
 
 

@@ -1,0 +1,45 @@
+"""Errors as a terminal gets them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from env.errors import Exit, Failure, report, visible
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_control_characters_of_a_path_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    failure = Failure(Exit.INPUT, "the text `a\x1b[2J\rb\x07` does not exist", details=["\x9b31m"], hint="`ls`\x7f")
+    assert report(failure) == Exit.INPUT
+    said = capsys.readouterr().err
+    assert said == "error: the text `a\\x1b[2J\\x0db\\x07` does not exist\n  \\x9b31m\nhint: `ls`\\x7f\n"
+    assert visible("naïve τ\tübung\n") == "naïve τ\tübung\n"
+
+
+def test_a_path_that_is_not_utf8_is_written_out_too() -> None:
+    command = [sys.executable, "-m", "dflash", "train", "--text", b"/tmp/none\xff\x1b[1m", "--run", "/tmp/never"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, capture_output=True, check=False)  # type: ignore[arg-type]
+    assert done.returncode == Exit.INPUT
+    assert done.stderr.startswith(b"error: the text `/tmp/none\\udcff\\x1b[1m` does not exist")
+
+
+def test_a_full_standard_output_is_named() -> None:
+    with open("/dev/full", "w") as full:  # noqa: PTH123  # a device
+        done = subprocess.run(
+            [sys.executable, "-m", "dflash", "train", "--help"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == Exit.STORAGE
+    assert done.stderr.startswith("error: cannot write to standard output: No space left on device\n")
+    assert "Exception ignored" not in done.stderr
