@@ -7,6 +7,9 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -136,12 +139,72 @@ def test_the_signal_that_stops_the_container_reaches_the_program(container: Path
     assert process.returncode == 143
 
 
-def test_lxc_is_told_to_stop_it_with_that_signal_and_given_the_cards() -> None:
+def settings() -> list[tuple[str, str]]:
+    """What docker/lxc/container.conf adds, as Proxmox writes it: `key: value`."""
     text = (ROOT / "docker" / "lxc" / "container.conf").read_text()
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9.]+: \S.*", line) for line in lines)
-    assert "lxc.signal.halt: SIGTERM" in lines
-    assert "lxc.hook.mount: /usr/share/lxc/hooks/nvidia" in lines
+    return [(key, value) for key, _, value in (line.partition(": ") for line in lines)]
+
+
+def test_the_container_gets_the_driver_s_libraries_by_lxc_s_own_hook() -> None:
+    assert ("lxc.hook.mount", "/usr/share/lxc/hooks/nvidia") in settings()
+
+
+@pytest.fixture
+def lxc(container: Path) -> Iterator[tuple[str, ...]]:
+    """The container as LXC knows it: read-only, without a network, with the lines of docker/lxc/container.conf."""
+    if shutil.which("lxc-start") is None:
+        pytest.skip("LXC is not installed")
+    home = Path(tempfile.mkdtemp(prefix="dflash-lxc-", dir="/tmp"))
+    (home / "box").mkdir()
+    (home / "mounted").mkdir()
+    lines = {
+        "lxc.rootfs.path": f"dir:{container}",
+        "lxc.rootfs.mount": str(home / "mounted"),
+        "lxc.rootfs.options": "ro",
+        "lxc.net.0.type": "empty",
+        "lxc.apparmor.profile": "unconfined",
+        "lxc.mount.auto": "proc:mixed sys:ro",
+        "lxc.console.logfile": str(home / "console"),
+    }
+    told = [*lines.items(), ("lxc.mount.entry", f"{container}/opt/dflash/runs opt/dflash/runs none bind,rw 0 0")]
+    # the hook needs the driver's container toolkit; mount points and devices are Proxmox's own words
+    told += [(key, value) for key, value in settings() if key.startswith("lxc.") and key != "lxc.hook.mount"]
+    (home / "box" / "config").write_text("".join(f"{key} = {value}\n" for key, value in told))
+    yield ("--name=box", f"--lxcpath={home}")
+    subprocess.run(["lxc-stop", "--name=box", f"--lxcpath={home}", "--kill"], check=False, capture_output=True)
+    shutil.rmtree(home)
+
+
+def console(lxc: tuple[str, ...]) -> Path:
+    return Path(lxc[1].partition("=")[2]) / "console"
+
+
+def test_lxc_starts_it_on_a_read_only_root(container: Path, lxc: tuple[str, ...]) -> None:
+    done = subprocess.run(["lxc-start", "--foreground", *lxc], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = console(lxc).read_text().replace("\r", "")
+    assert said == "ran train a b as 10001:10001 in /opt/dflash with it's $HOME\n"
+    assert (container / "opt/dflash/runs/made").stat().st_uid == 10001
+
+
+def test_lxc_stops_it_with_the_signal_that_saves(container: Path, lxc: tuple[str, ...]) -> None:
+    (container / "etc/dflash.env").write_text("set -- wait\n")
+    log = console(lxc).with_name("log")
+    words = ["lxc-start", "--foreground", *lxc, f"--logfile={log}", "--logpriority=INFO"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not (console(lxc).exists() and "waiting" in console(lxc).read_text()):
+            assert process.poll() is None
+            time.sleep(0.1)
+        subprocess.run(["lxc-stop", *lxc, "--timeout=20"], check=True)
+        process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+    assert console(lxc).read_text().replace("\r", "").endswith("waiting\nstopped\n")
+    assert "ended on error (143)" in log.read_text()
 
 
 def test_the_archive_holds_the_image_s_files_and_two_more(archive: Path, tmp_path: Path) -> None:
