@@ -135,9 +135,9 @@ class Renderer:
         if first and ends[first - 1] > begin:
             raise Refused(Kind.PREFIX, f"message {at + 1} begins within a token")
         last = int(np.searchsorted(ends, self._bound(chat, at, text), side="right"))
-        stops = [place for place in range(first, last) if int(tokens[place]) in self.ends]
-        if stops:
-            return first, stops[0] + 1
+        stops = np.flatnonzero(np.isin(tokens[first:last], list(self.ends)))
+        if len(stops):
+            return first, first + int(stops[0]) + 1
         if at + 1 < len(chat.messages):
             # no token ends it, so the scaffold of the next message must be told apart from it
             after = self._rendered(chat, at + 1)
