@@ -32,6 +32,10 @@ Examples:
 
   nox -s train -- --text ~/notes                 another text to train on
 
+  nox -s train -- --target T --data chats.jsonl  chats or texts of your own, as JSON lines
+
+  nox -s train -- --target T --features DIR      features that `nox -s data -- features` wrote
+
   nox -s train -- --topology 5:3                 five GPUs run the target, three train the drafter
 
 A run that was stopped goes on where it was when the same command is given again.
@@ -75,6 +79,13 @@ def train(
     text: Annotated[
         Path | None, typer.Option(help="UTF-8 file or folder of them. By default the shipped text.")
     ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Chats or texts: a file of JSON lines, or a folder of .jsonl files.")
+    ] = None,
+    features: Annotated[
+        Path | None, typer.Option(help="Folder that `nox -s data -- features` wrote: no forward pass of the target.")
+    ] = None,
+    faulty: cli_data.FaultyOption = 0.1,
     topology: Annotated[
         str | None,
         typer.Option(
@@ -151,6 +162,9 @@ def train(
             target=target,
             text=text,
             plan=plan,
+            data=data,
+            features=features,
+            faulty=faulty,
         )
     )
 

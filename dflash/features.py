@@ -23,6 +23,7 @@ from dflash import config, prepared, shards, storage
 from dflash import target as targets
 from dflash.data import PADDING
 from dflash.graphs import DTYPES
+from dflash.passes import Pass
 from dflash.prepared import MANIFEST, Stored
 from dflash.target import Target
 from env.errors import Exit, Failure
@@ -65,6 +66,23 @@ class Kept:
         found = self.shelf.read("features", wanted or [0])[: len(wanted)]
         missing = len(samples) - len(there)
         return torch.cat((found, found.new_zeros(missing, *found.shape[1:]))) if missing else found
+
+
+class Shelved:
+    """Where a drafter's features come from when they lie on the disk: a `trainer.Supply`.
+
+    Of the target it needs the tables only.
+    """
+
+    def __init__(self, kept: Kept, target: Target, device: torch.device) -> None:
+        self.kept, self.device = kept, device
+        dtype = kept.read([0]).dtype
+        self.embedding = targets.embedding(target).to(device, dtype)
+        self.head = targets.head(target).to(device, dtype)
+
+    def features(self, reading: Pass) -> Tensor:
+        """Tapped hidden states (b, S, K*H) of a pass, on the device of training."""
+        return self.kept.read(reading.samples).to(self.device)
 
 
 def identity(settings: config.Config, target: Target, data: str) -> dict[str, Any]:
@@ -145,6 +163,24 @@ def opened(folder: Path, settings: config.Config, target: Target) -> Kept:
         Failure: Exit.INPUT, when there are none, they are not whole, were changed, or belong to something else: then
             with both values of all that differs.
     """
+    kept, theirs = found(folder)
+    differing = _differences(theirs, identity(settings, target, str(theirs["data"])))
+    if differing:
+        raise Failure(
+            Exit.INPUT,
+            f"the features in `{folder}` are not those of this configuration and target",
+            details=differing,
+            hint="write them anew with `nox -s data -- features`, or name the target and the configuration they are of",
+        )
+    return kept
+
+
+def found(folder: Path) -> tuple[Kept, dict[str, Any]]:
+    """Features that `write` has written, and what they are of (`identity`).
+
+    Raises:
+        Failure: Exit.INPUT, when there are none, they are not whole, or were changed.
+    """
     try:
         manifest = shards.unsealed((folder / MANIFEST).read_bytes())
         theirs = dict(manifest["identity"])
@@ -154,26 +190,19 @@ def opened(folder: Path, settings: config.Config, target: Target) -> Kept:
                 f"the features in `{folder}` are not whole",
                 hint="the same `data -- features` command goes on where it was stopped",
             )
-        found = [shards.Shard(**each) for each in manifest["shards"]]
+        files = [shards.Shard(**each) for each in manifest["shards"]]
         skipped = [int(row) for row in manifest["not_finite"]]
         data = str(theirs["data"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         message = f"`{folder}` holds no features: its {MANIFEST} is missing, or was changed"
         raise Failure(Exit.INPUT, message, hint=_MADE) from None
-    differing = _differences(theirs, identity(settings, target, data))
-    if differing:
-        raise Failure(
-            Exit.INPUT,
-            f"the features in `{folder}` are not those of this configuration and target",
-            details=differing,
-            hint="write them anew with `nox -s data -- features`, or name the target and the configuration they are of",
-        )
-    return Kept(
+    kept = Kept(
         folder=folder,
         rows=prepared.opened(folder / ROWS, data, without=skipped),
-        shelf=shards.Shelf(folder, found, what="the features", mend=f"write them anew: `rm -r {folder}`"),
+        shelf=shards.Shelf(folder, files, what="the features", mend=f"write them anew: `rm -r {folder}`"),
         skipped=len(skipped),
     )
+    return kept, theirs
 
 
 class _Journal:

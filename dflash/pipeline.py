@@ -18,17 +18,21 @@ from typing import Any
 import torch
 
 from dflash import (
+    chats,
     checkpoint,
     config,
     data,
     evaluation,
     export,
+    features,
     passes,
     pictures,
+    prepared,
     progress,
     regenerate,
     run,
     small_target,
+    sources,
     summary,
     trainer,
 )
@@ -63,6 +67,12 @@ class Request:
     """File or folder of text; None for the shipped one."""
     plan: Plan | None = None
     """How training is spread over workers; None for this process alone."""
+    data: Path | None = None
+    """File or folder of JSON lines, instead of samples from a text."""
+    features: Path | None = None
+    """Folder of features, with the rows that they belong to."""
+    faulty: float = 0.1
+    """Share of the lines of `data` that may be of no use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +114,7 @@ def follow(request: Request) -> None:
             "this configuration trains no target of its own, and none is named",
             hint="name one: `--target FOLDER_OR_HUB_NAME`",
         )
+    _require_one_source(request)
     if request.plan is not None and request.plan.nodes.node_rank > 0:
         help_out(request, request.plan)
         return
@@ -113,6 +124,7 @@ def follow(request: Request) -> None:
         "seed": request.seed,
         "target": request.target,
         "text": text.sha256,
+        **sources.given(request.data, request.features),
     }
     folder = request.run or run.choose(RUNS, request.name, given)
     with listening() as stop, run.occupied(folder, settings, given) as begun:
@@ -139,10 +151,10 @@ def _carry_out(course: Course) -> None:
         name, facts = course.request.target, {"name": course.request.target}
     target = targets.load(name, device=course.device, dtype=DTYPES[settings.precision.compute])
     targets.check(target, settings.drafter)
-    rows = packed(course, target)
-    outcome = trained(course, name, rows, target)
+    rows, kept = read(course, target)
+    outcome = trained(course, name, rows, target, kept)
     sha256 = export.write(folder / "drafter", outcome.drafter, settings)
-    measured = decoded(course, name, target, outcome.drafter)
+    measured = decoded(course, name, target, outcome.drafter, held_out(rows))
     with course.phases.measured("pictures"):
         pictures.draw(folder)
     content = summary.gather(
@@ -197,6 +209,34 @@ def own_target(course: Course) -> small_target.Summary:
     return made
 
 
+def read(course: Course, target: targets.Target) -> tuple[data.Packed, features.Kept | None]:
+    """The packed rows, and the features that were kept of them, if it is these that are trained on."""
+    request = course.request
+    if request.features is not None:
+        kept = features.opened(request.features, request.settings, target)
+        prepared.report(kept.rows, say)
+        sources.keep(course.folder, kept.rows)
+        return kept.rows, kept
+    if request.data is None:
+        return packed(course, target), None
+    total = chats.size(chats.files(request.data))
+    with course.phases.measured("samples"), _track(course, "preparing data", total, "bytes") as bar:
+
+        def watch(count: int) -> None:
+            bar.advance(count)
+            course.check("nothing of the data is prepared yet")
+
+        rows = sources.stored(request.data, request.settings, target, faulty=request.faulty, watch=watch, say=say)
+        bar.done = total
+    sources.keep(course.folder, rows)
+    return rows, None
+
+
+def held_out(rows: data.Packed) -> list[list[int]] | None:
+    """Prompts that a user's data keep for the evaluation; None where they come from a text."""
+    return [list(prompt) for prompt in rows.held_out] if isinstance(rows, prepared.Stored) else None
+
+
 def packed(course: Course, target: targets.Target) -> data.Rows:
     """Samples that the target continued itself, packed; says what was left out."""
     settings = course.request.settings
@@ -216,11 +256,18 @@ def packed(course: Course, target: targets.Target) -> data.Rows:
     return rows
 
 
-def trained(course: Course, name: str, rows: data.Rows, target: targets.Target) -> trainer.Outcome:
+def trained(
+    course: Course, name: str, rows: data.Packed, target: targets.Target, kept: features.Kept | None
+) -> trainer.Outcome:
     """Train the drafter to its end."""
     request = course.request
     if request.plan is not None:
         return spread(course, request.plan, name, rows, target)
+    source: trainer.Supply
+    if kept is None:
+        source = trainer.Borrowed(target, course.device, request.settings)
+    else:
+        source = features.Shelved(kept, target, course.device)
     total = passes.total_steps(len(rows.tokens), request.settings)
     with course.phases.measured("drafter"), _track(course, "training the drafter", total) as bar:
 
@@ -231,7 +278,7 @@ def trained(course: Course, name: str, rows: data.Rows, target: targets.Target) 
         outcome = trainer.train(
             request.settings,
             rows,
-            lambda _: trainer.Borrowed(target, course.device, request.settings),
+            lambda _: source,
             course.folder,
             seed=request.seed,
             place=trainer.Place(device=course.device),
@@ -245,7 +292,7 @@ def trained(course: Course, name: str, rows: data.Rows, target: targets.Target) 
     return outcome
 
 
-def spread(course: Course, plan: Plan, name: str, rows: data.Rows, target: targets.Target) -> trainer.Outcome:
+def spread(course: Course, plan: Plan, name: str, rows: data.Packed, target: targets.Target) -> trainer.Outcome:
     """Let workers train the drafter to its end, and take it from the last checkpoint."""
     from dflash import launch
 
@@ -256,7 +303,7 @@ def spread(course: Course, plan: Plan, name: str, rows: data.Rows, target: targe
         remark = uneven(plan.topology, request.settings.optimizer.accumulate)
         if remark:
             say(remark)
-        data.write(rows, folder / "rows.safetensors")
+        sources.place(rows, rows_of(request, folder))
         module.to("cpu")  # the first GPU is a worker's now
         torch.cuda.empty_cache()
         with course.phases.measured("drafter"):
@@ -291,7 +338,8 @@ def job(request: Request, plan: Plan, folder: Path, name: str, status: str) -> J
         tables=config.to_tables(request.settings),
         seed=request.seed,
         target=name,
-        rows=str(folder / "rows.safetensors"),
+        rows=str(rows_of(request, folder)),
+        features=str(request.features or ""),
         folder=str(folder),
         topology=[plan.topology.targets, plan.topology.drafters],
         launcher=plan.launcher,
@@ -304,8 +352,15 @@ def newest(places: Path) -> int:
     return max(checkpoint.steps(places), default=0)
 
 
-def decoded(course: Course, name: str, target: targets.Target, drafter: Drafter) -> evaluation.Evaluation:
-    """Decode held-out prompts in float32, where speculative output must equal the target's own to the token."""
+def rows_of(request: Request, folder: Path) -> Path:
+    """Where the workers of a run find its packed rows: in its folder, which all nodes share."""
+    return folder / ("rows.safetensors" if request.data is None else "rows")
+
+
+def decoded(
+    course: Course, name: str, target: targets.Target, drafter: Drafter, prompts: list[list[int]] | None
+) -> evaluation.Evaluation:
+    """Decode held-out prompts, the text's if none are given, in float32: there, output must equal the target's own."""
     settings = course.request.settings
     wanted = settings.evaluation
     exact = target
@@ -314,10 +369,11 @@ def decoded(course: Course, name: str, target: targets.Target, drafter: Drafter)
     untrained = Drafter(settings.drafter)
     untrained.initialise(course.request.seed)
     untrained.to(course.device)
-    prompts = regenerate.prompts(
-        exact, course.text.held_out, wanted.prompts, wanted.prompt_tokens, seed=course.request.seed
-    )
-    tokens = 5 * wanted.prompts * wanted.response_tokens  # the target alone and four proposers
+    if prompts is None:
+        prompts = regenerate.prompts(
+            exact, course.text.held_out, wanted.prompts, wanted.prompt_tokens, seed=course.request.seed
+        )
+    tokens = 5 * len(prompts) * wanted.response_tokens  # the target alone and four proposers
     with course.phases.measured("decoding"), _track(course, "decoding", tokens, unit="tokens") as bar:
         before: dict[str, int] = {}
 
@@ -338,6 +394,19 @@ def decoded(course: Course, name: str, target: targets.Target, drafter: Drafter)
         )
     run.write_json(course.folder / "evaluation.json", dataclasses.asdict(measured))
     return measured
+
+
+def _require_one_source(request: Request) -> None:
+    given = {"--data": request.data, "--features": request.features}
+    if request.target is not None:  # a small target of its own is trained on the text
+        given["--text"] = request.text
+    named = [name for name, path in given.items() if path is not None]
+    if len(named) > 1:
+        message = f"{' and '.join(named)} each say what to train on"
+        raise Failure(Exit.USAGE, message, hint="give one of them; features have their data with them")
+    if request.features is not None and request.plan is not None and request.plan.topology.targets:
+        message = f"features that are read leave nothing to do for {request.plan.topology.targets} targets"
+        raise Failure(Exit.USAGE, message, hint="`--topology colocated` gives every worker a drafter")
 
 
 def _track(course: Course, title: str, total: int, unit: str = "steps") -> AbstractContextManager[progress.Track]:

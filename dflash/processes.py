@@ -89,10 +89,14 @@ def _draft(
     total = passes.total_steps(len(rows.tokens), settings)
 
     def own_target(_begun: int) -> trainer.Supply:
+        from dflash import features
         from dflash import target as targets
 
         pulse.work("loading the target", START)
-        target = targets.load(job.target, device=device, dtype=DTYPES[settings.precision.compute])
+        home = torch.device("cpu") if job.features else device  # where only its tables are needed
+        target = targets.load(job.target, device=home, dtype=DTYPES[settings.precision.compute])
+        if job.features:
+            return features.Shelved(features.found(Path(job.features))[0], target, device)
         return trainer.Borrowed(target, device, settings)
 
     def received(begun: int) -> trainer.Supply:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dflash import chats, config, features, prepared, run
+from dflash import chats, config, data, features, prepared, run, storage
 from dflash import target as targets
 from dflash.prepared import Stored
 from dflash.preparing import Recipe
@@ -65,14 +67,14 @@ def stored(
     return rows
 
 
-def given(data: Path | None, kept: Path | None) -> dict[str, Any]:
+def given(lines: Path | None, kept: Path | None) -> dict[str, Any]:
     """What decides a run's numbers of the two, by content; empty when there is neither.
 
     Raises:
         Failure: Exit.INPUT, when one cannot be read.
     """
-    if data is not None:
-        return {"data": chats.digest(chats.files(data))}
+    if lines is not None:
+        return {"data": chats.digest(chats.files(lines))}
     return {} if kept is None else {"features": features.digest(kept)}
 
 
@@ -88,3 +90,20 @@ def keep(folder: Path, rows: Stored) -> None:
         "left_out": {kind.name.lower(): list(found) for kind, found in rows.faults.found.items()},
     }
     run.write_json(folder / "data.json", content)
+
+
+def place(rows: data.Packed, path: Path) -> None:
+    """Put a run's packed rows where its workers find them, at `path`: a file, or a folder for those from the disk.
+
+    Raises:
+        Failure: Exit.STORAGE, when the disk refuses.
+    """
+    if isinstance(rows, data.Rows):
+        data.write(rows, path)
+    elif isinstance(rows, Stored) and rows.numbers is None and not (path / prepared.MANIFEST).exists():
+        with storage.new_folder(path) as beside:
+            for name in (prepared.MANIFEST, *(shard.file for shard in rows.shelf.shards)):
+                try:
+                    os.link(rows.folder / name, beside / name)
+                except OSError:  # another file system, or one without links
+                    shutil.copyfile(rows.folder / name, beside / name)

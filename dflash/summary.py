@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash import config
-from dflash.data import Rows
+from dflash.data import Packed
 from dflash.evaluation import Evaluation
 from dflash.progress import duration
 from dflash.trainer import Outcome
@@ -18,7 +18,7 @@ from dflash.trainer import Outcome
 def gather(
     settings: config.Config,
     target: dict[str, Any],
-    rows: Rows,
+    rows: Packed,
     outcome: Outcome,
     caches: dict[str, Any],
     measured: Evaluation,

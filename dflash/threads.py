@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dflash import caches, flow, gate, passes, run, target, tracing, trainer
+from dflash import caches, features, flow, gate, passes, run, target, tracing, trainer
 from dflash.graphs import DTYPES
 from dflash.pulse import WORK, Pulse
 from dflash.stopping import Stop, Stopped
@@ -128,6 +128,8 @@ def _draft(house: House, role: Role, device: torch.device, model: target.Target,
         if role.number == 0:
             house.begun = begun
             house.start.set()
+        if house.job.features:
+            return features.Shelved(features.found(Path(house.job.features))[0], model, device)
         if role.kind == "both":
             moved(model, device)
             return trainer.Borrowed(model, device, settings)

@@ -55,6 +55,8 @@ class Job:
     """`processes` or `threads`."""
     status: str
     """What every status line says of the environment."""
+    features: str = ""
+    """Folder of features to read instead of having targets compute them, with rows of their own; empty for none."""
 
     @property
     def settings(self) -> config.Config:
@@ -63,6 +65,10 @@ class Job:
 
     def packed(self) -> Packed:
         """The packed rows."""
+        if self.features:
+            from dflash import features
+
+            return features.found(Path(self.features))[0].rows
         if Path(self.rows).is_dir():
             from dflash import prepared
 

@@ -34,6 +34,9 @@ sequence = 128
 anchors = 8
 [loss]
 chunk_blocks = 16
+[optimizer]
+epochs = 1
+accumulate = 2
 [data]
 prompts = 0
 [evaluation]
@@ -180,3 +183,63 @@ def test_what_was_kept_is_opened_for_the_same_target_only(place: Path) -> None:
     if not (place / "kept").exists():
         assert data("features", config="micro.toml", out="kept") == 0
     assert features.opened(place / "kept", settings, whole).skipped == 0
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "dflash", "train", "--config", "micro.toml", "--target", "target", *arguments]
+    environ: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def trained(*arguments: str) -> str:
+    process = started(*arguments)
+    _, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err
+    return err
+
+
+def summary(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return content
+
+
+def test_a_training_on_kept_features_ends_with_the_bytes_of_one_whose_target_computed_them(place: Path) -> None:
+    err = trained("--data", "chats.jsonl", "--run", "live")
+    assert "28 documents in " in err
+    assert "  1 not JSON: first line 31 of `chats.jsonl`" in err
+    if not (place / "kept").exists():
+        assert data("features", config="micro.toml", out="kept") == 0
+    err = trained("--features", "kept", "--run", "read")
+    assert "28 documents in " in err
+    live, read = summary(place / "live"), summary(place / "read")
+    assert live["export_sha256"] == read["export_sha256"]
+    assert (place / "live" / "metrics.jsonl").read_bytes() == (place / "read" / "metrics.jsonl").read_bytes()
+    assert live["tau"] == read["tau"]
+    assert live["prompts"] == 2
+    assert set(live["identical_responses"].values()) == {2}
+    content = json.loads((place / "live" / "data.json").read_text())
+    assert (content["documents"], content["held_out"], content["left_out"]["json"][0]) == (28, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (
+            ["--data", "chats.jsonl", "--features", "kept"],
+            Exit.USAGE,
+            "--data and --features each say what to train on",
+        ),
+        (["--data", "chats.jsonl", "--text", "micro.toml"], Exit.USAGE, "--data and --text each say what to train on"),
+        (["--data", "none.jsonl"], Exit.INPUT, "the data `none.jsonl` does not exist"),
+        (["--features", "caches"], Exit.INPUT, "`caches` holds no features"),
+        (["--features", "kept", "--topology", "1:1", "--run", "x"], Exit.USAGE, "leave nothing to do for 1 targets"),
+    ],
+)
+def test_a_training_that_cannot_be_is_one_sentence(
+    arguments: list[str], code: Exit, sentence: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "caches").mkdir(exist_ok=True)
+    assert cli.main(["train", "--config", "micro.toml", "--target", "target", *arguments]) == code
+    _, err = capsys.readouterr()
+    assert err.count("error:") == 1
+    assert sentence in err
