@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Callable
@@ -131,17 +132,20 @@ def features(
     out: Annotated[Path, typer.Option(help="Folder to write, for `train --features`.")],
     config: ConfigOption = "tiny",
     faulty: FaultyOption = 0.1,
+    split: Annotated[int, typer.Option(min=1, help="GPUs to split the target over, if it is larger than one.")] = 1,
 ) -> None:
     """Write the features that a training would have the target compute, and say first how much disk they take."""
     from dflash import config as configs
 
     settings = configs.load(config)
+    if split > 1 and "DFLASH_SPLIT" not in os.environ:
+        raise typer.Exit(_together(split, target, data, out, config, faulty))
     from dflash import features as kept
     from dflash import progress, run, sources
     from dflash import target as targets
     from dflash.stopping import listening
 
-    whole = _loaded(target, settings.precision.compute)
+    whole = _loaded(target, settings.precision.compute, split=split > 1)
     targets.check(whole, settings.drafter)
     with listening() as stop:
         rows = _preparing(
@@ -191,14 +195,27 @@ def _preparing(data: Path, stop: Stop, make: Callable[[Callable[[int], None]], S
     return rows
 
 
-def _loaded(name: str, dtype: str) -> Target:
+def _together(split: int, target: str, data: Path, out: Path, config: str, faulty: float) -> int:
+    """Run `features` in several processes of one group; the exit code."""
+    from dflash import cli, tensor_parallel
+    from dflash.stopping import listening
+
+    options = {"target": target, "data": data, "out": out, "config": config, "faulty": faulty, "split": split}
+    arguments = ["data", "features", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+    with listening() as stop:
+        return tensor_parallel.run(split, cli.main, arguments, stop)
+
+
+def _loaded(name: str, dtype: str, *, split: bool = False) -> Target:
     import torch
 
     from dflash import target as targets
+    from dflash import tensor_parallel
     from dflash.graphs import DTYPES
 
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", tensor_parallel.rank()) if cuda else torch.device("cpu")
     if dtype == Dtype.auto:
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     say(f"the target `{name}` on {device.type} in {dtype}")
-    return targets.load(name, device=device, dtype=DTYPES[dtype])
+    return targets.load(name, device=device, dtype=DTYPES[dtype], split=split)

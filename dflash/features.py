@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash import config, prepared, shards, storage
+from dflash import config, prepared, shards, storage, tensor_parallel
 from dflash import target as targets
 from dflash.data import PADDING
 from dflash.graphs import DTYPES
@@ -125,22 +125,27 @@ def write(
         Failure: Exit.STORAGE, when the disk has too little room or refuses; Exit.USAGE, when the folder holds other
             features, or another process writes them; Exit.INPUT, when the features of too many rows are no numbers.
     """
-    whole = {"identity": identity(settings, target, rows.key), "rows": len(rows.tokens), "batch": settings.shapes.rows}
+    ours = identity(settings, target, rows.key)
+    if tensor_parallel.rank():
+        _fill(settings, target, rows, None, watch)
+        tensor_parallel.agree(0)
+        return _opened(folder, ours)
+    whole = {"identity": ours, "rows": len(rows.tokens), "batch": settings.shapes.rows}
     with _occupied(folder):
-        found = _begun(folder, whole)
-        if found.get("complete"):
+        if _begun(folder, whole).get("complete"):
             say(f"these features are there already: `{folder}`")
-            return opened(folder, settings, target)
-        journal = _Journal(folder)
-        _require_room(settings, rows, folder, journal, say)
-        storage.write(folder / MANIFEST, shards.sealed({**whole, "complete": False}))
-        _copy_rows(rows, folder)
-        _fill(settings, target, rows, journal, watch)
-        storage.write(folder / MANIFEST, shards.sealed({**whole, "complete": True, **journal.content()}))
-    kept = opened(folder, settings, target)
-    if kept.skipped:
-        say(f"{journal.sentence(len(rows.tokens))}: they are left out")
-    return kept
+            tensor_parallel.agree(len(rows.tokens))
+        else:
+            journal = _Journal(folder)
+            _require_room(settings, rows, folder, journal, say)
+            storage.write(folder / MANIFEST, shards.sealed({**whole, "complete": False}))
+            _copy_rows(rows, folder)
+            _fill(settings, target, rows, journal, watch)
+            storage.write(folder / MANIFEST, shards.sealed({**whole, "complete": True, **journal.content()}))
+            if journal.not_finite:
+                say(f"{journal.sentence(len(rows.tokens))}: they are left out")
+        tensor_parallel.agree(0)  # it is whole, so the others may open it
+    return _opened(folder, ours)
 
 
 def digest(folder: Path) -> str:
@@ -163,8 +168,13 @@ def opened(folder: Path, settings: config.Config, target: Target) -> Kept:
         Failure: Exit.INPUT, when there are none, they are not whole, were changed, or belong to something else: then
             with both values of all that differs.
     """
+    theirs = found(folder)[1]
+    return _opened(folder, identity(settings, target, str(theirs["data"])))
+
+
+def _opened(folder: Path, ours: dict[str, Any]) -> Kept:
     kept, theirs = found(folder)
-    differing = _differences(theirs, identity(settings, target, str(theirs["data"])))
+    differing = _differences(theirs, ours)
     if differing:
         raise Failure(
             Exit.INPUT,
@@ -269,13 +279,14 @@ class _Journal:
 
 
 def _fill(
-    settings: config.Config, target: Target, rows: Stored, journal: _Journal, watch: Callable[[int], None]
+    settings: config.Config, target: Target, rows: Stored, journal: _Journal | None, watch: Callable[[int], None]
 ) -> None:
+    """Compute what is not there yet; without a journal only so that a target that is split over processes is whole."""
     total, batch = len(rows.tokens), settings.shapes.rows
     each = max(1, SHARD_BYTES // size(settings, batch)) * batch
-    watch(journal.done)
-    while journal.done < total:
-        begin = journal.done
+    begun = tensor_parallel.agree(journal.done if journal else 0)
+    watch(begun)
+    for begin in range(begun, total, each):
         numbers = list(range(begin, min(begin + each, total)))
         parts, bad, values = [], [], {"nan": 0, "infinite": 0}
         for start in range(0, len(numbers), batch):
@@ -288,6 +299,8 @@ def _fill(
                     values["infinite"] += int(one.isinf().sum())
             parts.append(found)
             watch(len(some))
+        if journal is None:
+            continue
         journal.add(torch.cat(parts), bad, values)
         if len(journal.not_finite) > FAULTY * total:
             raise Failure(

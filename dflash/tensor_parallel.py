@@ -5,15 +5,102 @@ Every process of the group runs the same calls on the same tokens, and gets the 
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing import spawn
 from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from dflash.stopping import Stop
 from env.errors import Exit, Failure
+
+SPLIT = "DFLASH_SPLIT"
+"""Tells a process that it is one of a group."""
+GRACE = 3.0
+"""Seconds that a process which is not the first keeps silent about its failure."""
+
+
+def rank() -> int:
+    """The number of this process in its group; 0 when there is none."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def agree(number: int) -> int:
+    """What process 0 says, for all of the group."""
+    told = torch.tensor([number])
+    if dist.is_initialized():
+        dist.broadcast(told, 0)
+    return int(told)
+
+
+def run(count: int, work: Callable[[Sequence[str]], int], arguments: Sequence[str], stop: Stop) -> int:
+    """Do the same work in `count` processes of one group, with a GPU each where there are any.
+
+    The exit code is that of the first to fail, 0 when none does. A signal that this process is asked to stop by goes on to all.
+
+    Raises:
+        Failure: Exit.HOST, when there are fewer GPUs than processes.
+    """
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < count:
+        raise Failure(Exit.HOST, f"the target is to be split over {count} GPUs, and there are {gpus}")
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # that it ends those who wait is meant
+    untyped: Any = spawn
+    given = (count, _free_port(), work, list(arguments))
+    context = untyped.start_processes(_one, given, nprocs=count, join=False, start_method="spawn")
+    asked = False
+    try:
+        while not context.join(timeout=0.2):
+            if stop.signal is not None and not asked:
+                asked = True
+                for pid in context.pids():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), stop.signal)
+    except spawn.ProcessExitedException as error:
+        return int(error.exit_code) if error.exit_code > 0 else int(Exit.BUG)
+    return 0
+
+
+def _one(number: int, count: int, port: int, work: Callable[[Sequence[str]], int], arguments: list[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.update({SPLIT: str(count), "RANK": str(number), "WORLD_SIZE": str(count), "LOCAL_RANK": str(number)})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(number)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", rank=number, world_size=count)
+    if number == 0:
+        code = work(arguments)
+    else:  # what all would say is said once; a failure is said by whoever has it
+        said = io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            code = work(arguments)
+        if code and code not in {Exit.INTERRUPTED, Exit.TERMINATED}:
+            time.sleep(GRACE)  # process 0 mostly fails of the same, and then ends this one
+            print(said.getvalue(), file=sys.stderr, flush=True)
+    if code:
+        os._exit(code)  # the others wait in a collective call, so nothing can be ended in common
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def split(model: PreTrainedModel, name: str) -> PreTrainedModel:
@@ -26,7 +113,7 @@ def split(model: PreTrainedModel, name: str) -> PreTrainedModel:
         Failure: Exit.USAGE, when there is no process group; Exit.INPUT, when transformers cannot split this model.
     """
     if not dist.is_initialized():
-        hint = "`torchrun --nproc-per-node 2 -m dflash …` starts two"
+        hint = "`nox -s data -- features --split 2` starts two"
         raise Failure(Exit.USAGE, f"the target `{name}` is to be split over processes, but there is one", hint=hint)
     size = dist.get_world_size()
     kind: Any = type(model)

@@ -185,6 +185,21 @@ def test_what_was_kept_is_opened_for_the_same_target_only(place: Path) -> None:
     assert features.opened(place / "kept", settings, whole).skipped == 0
 
 
+def test_features_of_a_target_split_over_two_processes_are_those_of_the_whole_within_rounding(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chatting.folder(place / "large", num_attention_heads=4, num_key_value_heads=2)
+    assert data("features", target="large", config="micro.toml", out="one") == 0
+    capfd.readouterr()
+    assert data("features", target="large", config="micro.toml", out="two", split="2") == 0
+    out, err = capfd.readouterr()
+    assert out == "two\n"
+    assert err.count("are free") == 1  # what all would say is said once
+    one, two = (features.found(place / name)[0] for name in ("one", "two"))
+    rows = list(range(len(one.rows.tokens)))
+    torch.testing.assert_close(two.read(rows), one.read(rows), rtol=1e-4, atol=1e-3)
+
+
 def started(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "dflash", "train", "--config", "micro.toml", "--target", "target", *arguments]
     environ: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT)}
