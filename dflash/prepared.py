@@ -43,6 +43,8 @@ class Stored:
     """Their files."""
     numbers: tuple[int, ...] | None
     """Which rows there are; None for all of them."""
+    lines: int
+    """Lines that were read."""
     documents: int
     """Documents packed."""
     truncated: int
@@ -107,7 +109,7 @@ def key(content: str, renderer: Renderer, recipe: Recipe) -> str:
         "tokenizer": tokenizer_digest(renderer.tokenizer),
         "template": renderer.template,
         "stop": sorted(renderer.ends),
-        "recipe": asdict(recipe),
+        "recipe": {name: value for name, value in asdict(recipe).items() if name != "faulty"},
         "code": _code(),
         "libraries": [jinja2.__version__, tokenizers.__version__, transformers.__version__],
     }
@@ -166,7 +168,9 @@ def prepare(
                 (beside / MANIFEST).write_bytes(shards.sealed(manifest))
         else:
             say(f"these data were prepared before: `{folder}`")
-    return opened(folder, name)
+    rows = opened(folder, name)
+    preparing.judge(files, rows.faults, rows.lines, rows.documents, recipe.faulty)
+    return rows
 
 
 def opened(folder: Path, wanted: str | None = None, *, without: Sequence[int] = ()) -> Stored:
@@ -182,7 +186,7 @@ def opened(folder: Path, wanted: str | None = None, *, without: Sequence[int] = 
         found = [shards.Shard(**each) for each in manifest["shards"]]
         faults = Faults.from_json(manifest["faults"])
         held_out = tuple(tuple(map(int, prompt)) for prompt in manifest["held_out"])
-        counts = {name: int(manifest[name]) for name in ("documents", "truncated", "tokens")}
+        counts = {name: int(manifest[name]) for name in ("lines", "documents", "truncated", "tokens")}
         name, sequence = str(manifest["key"]), int(manifest["recipe"]["sequence"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         message = f"{what}: `{folder / MANIFEST}` is missing, or was changed"
@@ -197,6 +201,7 @@ def opened(folder: Path, wanted: str | None = None, *, without: Sequence[int] = 
         key=name,
         shelf=shelf,
         numbers=tuple(row for row in range(len(shelf)) if row not in left_out) if left_out else None,
+        lines=counts["lines"],
         documents=counts["documents"],
         truncated=counts["truncated"],
         empty=0,

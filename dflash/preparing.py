@@ -81,7 +81,7 @@ def rows(
         watch(read)
     window.take(held.surplus(counter.documents))
     window.flush()
-    _judge(files, faults, counter, recipe)
+    judge(files, faults, counter.lines, counter.documents, recipe.faulty)
     return {
         "lines": counter.lines,
         "documents": counter.documents,
@@ -186,16 +186,21 @@ def _batches(
     yield batch, read
 
 
-def _judge(files: Sequence[Path], faults: Faults, counter: Counter, recipe: Recipe) -> None:
+def judge(files: Sequence[Path], faults: Faults, lines: int, documents: int, faulty: float) -> None:
+    """Refuse data of which too little is left.
+
+    Raises:
+        Failure: Exit.INPUT, when nothing is left, or more than the share `faulty` of the lines is of no use.
+    """
     where = f"`{files[0]}`" if len(files) == 1 else f"`{files[0].parent}` and {len(files)} files in all"
     hint = "the formats that are read are in docs/data.md"
-    if counter.documents == 0:
-        message = f"nothing in {where} can be trained on, of {counter.lines} lines"
+    if documents == 0:
+        message = f"nothing in {where} can be trained on, of {lines} lines"
         raise Failure(Exit.INPUT, message, details=faults.sentences(), hint=hint)
-    if faults.lost > recipe.faulty * counter.lines:
+    if faults.lost > faulty * lines:
         raise Failure(
             Exit.INPUT,
-            f"{faults.lost} of {counter.lines} lines of {where} are of no use, more than {recipe.faulty:.0%}",
+            f"{faults.lost} of {lines} lines of {where} are of no use, more than {faulty:.0%}",
             details=faults.sentences(),
             hint=f"mend them, or allow more with `--faulty`; {hint}",
         )

@@ -6,6 +6,7 @@ Every process of the group runs the same calls on the same tokens, and gets the 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import os
@@ -19,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing import spawn
 from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -48,7 +48,7 @@ def agree(number: int) -> int:
 def run(count: int, work: Callable[[Sequence[str]], int], arguments: Sequence[str], stop: Stop) -> int:
     """Do the same work in `count` processes of one group, with a GPU each where there are any.
 
-    The exit code is that of the first to fail, 0 when none does. A signal that this process is asked to stop by goes on to all.
+    The exit code is that of the first to fail, 0 when none does. A signal to this process goes on to all of them.
 
     Raises:
         Failure: Exit.HOST, when there are fewer GPUs than processes.
@@ -57,9 +57,9 @@ def run(count: int, work: Callable[[Sequence[str]], int], arguments: Sequence[st
     if 0 < gpus < count:
         raise Failure(Exit.HOST, f"the target is to be split over {count} GPUs, and there are {gpus}")
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # that it ends those who wait is meant
-    untyped: Any = spawn
+    spawn: Any = importlib.import_module("torch.multiprocessing.spawn")  # hidden by a function of its name
     given = (count, _free_port(), work, list(arguments))
-    context = untyped.start_processes(_one, given, nprocs=count, join=False, start_method="spawn")
+    context = spawn.start_processes(_one, given, nprocs=count, join=False, start_method="spawn")
     asked = False
     try:
         while not context.join(timeout=0.2):

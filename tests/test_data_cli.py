@@ -226,6 +226,8 @@ def test_a_training_on_kept_features_ends_with_the_bytes_of_one_whose_target_com
         assert data("features", config="micro.toml", out="kept") == 0
     err = trained("--features", "kept", "--run", "read")
     assert "28 documents in " in err
+    trained("--features", "kept", "--run", "worker", "--topology", "colocated")
+    assert summary(place / "worker")["export_sha256"] == summary(place / "read")["export_sha256"]
     live, read = summary(place / "live"), summary(place / "read")
     assert live["export_sha256"] == read["export_sha256"]
     assert (place / "live" / "metrics.jsonl").read_bytes() == (place / "read" / "metrics.jsonl").read_bytes()

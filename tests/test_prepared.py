@@ -145,6 +145,8 @@ def test_nothing_left_and_too_many_faults_are_sentences_with_numbers(tmp_path: P
     assert refusal(many, home).message == f"2 of 12 lines of `{many}` are of no use, more than 10%"
     stored = prepare(many, home, Recipe(sequence=128, held_out=3, prompt_tokens=16, faulty=0.5))
     assert stored.faults.lost == 2
+    # what was prepared is found, and judged anew
+    assert refusal(many, home).message == f"2 of 12 lines of `{many}` are of no use, more than 10%"
     assert not [each for each in home.iterdir() if each.is_dir() and each.name.startswith(".")]
 
 

@@ -114,6 +114,15 @@ def test_tokens_are_drawn_as_often_as_they_are_likely_and_never_outside_of_the_l
         torch.testing.assert_close(shares, wanted, atol=0.03, rtol=0)
 
 
+def test_logits_in_a_padded_batch_are_those_alone_within_a_ten_thousandth(whole: target.Target) -> None:
+    """The bound that the documentation states: two logits closer than this may change places with the batch."""
+    prompts = [list(f"{number} times {number * 17} is {'so ' * (number % 7)}".encode()) for number in range(24)]
+    together = decode._prefill(whole.model, decode._new_cache(whole.model), prompts)
+    for prompt, logits in zip(prompts, together, strict=True):
+        alone = decode._prefill(whole.model, decode._new_cache(whole.model), [prompt])[0]
+        assert (logits - alone).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral-sliding", "gpt2"])
 def test_other_architectures_respond_the_same_alone_and_in_a_batch(kind: str) -> None:
     made = target.Target(model=model(kind), tokenizer=small_target.tokenizer(), name=kind, packs=True)
