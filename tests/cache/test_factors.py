@@ -149,8 +149,8 @@ def test_which_variables_feed_a_setting_is_read_off_torchs_source() -> None:
     found = factors.variables()
     assert found["inductor.cpp.cxx"] == ("CXX",)
     assert found["functorch.enable_autograd_cache"] == ("TORCHINDUCTOR_AUTOGRAD_CACHE",)
-    if "functorch.error_on_custom_op_aliasing" in found or not torch.__version__.startswith("2.10."):  # new in 2.11
-        assert found["functorch.error_on_custom_op_aliasing"] == ("CI",)
+    if not torch.__version__.startswith("2.10."):  # it is new in 2.11, and got a variable of its own later
+        assert "CI" in found["functorch.error_on_custom_op_aliasing"]
     assert "TORCHINDUCTOR_MAX_AUTOTUNE" in found["inductor.max_autotune"]
 
 
