@@ -67,6 +67,12 @@ class Agent(LocalElasticAgent):
         handlers = self._pcontext.subprocess_handlers.values()  # type: ignore[attr-defined]  # workers are programs
         return [handler.proc.pid for handler in handlers if handler.proc.poll() is None]
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        if self._stop.asked():
+            raise self._stop.stopped("the workers were about to start again from the newest checkpoint")
+        take_signals(_before_workers(self._stop))
+        super()._rendezvous(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # One name for the round on all nodes: the number of restarts, which torch would take, may differ between them.
         store = worker_group.store

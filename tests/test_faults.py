@@ -90,7 +90,8 @@ def test_workers_that_are_killed_or_stand_still_in_turn_cost_no_bit(world: World
     run = world.folder / "harmed"
     process = world.start("harmed", "1:2", "max_restarts=3")
     for rank, number, after in ((0, signal.SIGKILL, 5), (2, signal.SIGKILL, 9), (1, signal.SIGSTOP, 13)):
-        wait_for(lambda after=after: lines(run) >= after, process)  # type: ignore[misc]
+        saved = run / "checkpoints" / f"step-{after - 1:08d}"  # a thread writes it while training goes on
+        wait_for(lambda after=after, saved=saved: lines(run) >= after and saved.is_dir(), process)  # type: ignore[misc]
         pid = workers(process)[rank]
         os.kill(pid, number)
         wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists(), process, 60)  # type: ignore[misc]
