@@ -104,3 +104,11 @@ def test_a_process_that_could_not_take_its_step_says_which_and_why() -> None:
         timeline.compare("no-such-preset", "cpu", {"TORCHINDUCTOR_CACHE_DIR": "x"}, {"PYTHONPATH": str(ROOT)})
     assert caught.value.code is Exit.USAGE
     assert "no-such-preset" in str(caught.value)
+
+
+def test_the_picture_in_the_documentation_is_of_the_figures_beside_it(tmp_path: Path) -> None:
+    figures = json.loads((ROOT / "docs/first-step.json").read_text())
+    timeline.draw(figures, tmp_path / "again.png")
+    assert (tmp_path / "again.png").stat().st_size == pytest.approx(
+        (ROOT / "docs/first-step.png").stat().st_size, rel=0.2
+    )
