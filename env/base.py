@@ -157,6 +157,11 @@ def _bootstrap(root: Path, mirror: str) -> None:
         *sources,
     ]
     run(command, _environ(os.environ))
+    # left out with what is in it; were it not there, the first step of a build would make it, with its own time
+    with tarfile.open(root, "a", format=tarfile.PAX_FORMAT) as archive:
+        folder = tarfile.TarInfo("./dev")
+        folder.type, folder.mode, folder.mtime = tarfile.DIRTYPE, 0o755, EPOCH
+        archive.addfile(folder)
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -76,9 +76,10 @@ def title(step: str) -> str:
 
 SIGNS: Sequence[tuple[str, str]] = (
     ("Debian", "operating system, compilers, Python"),
-    ("/scripts,target", "empty environment"),
-    *((f"/parts/{name},", f"wheels: {name}") for name in PARTS),
-    ("/check,target", "stamp for the gate"),
+    *((f"PART={name} ", f"wheels: {name}") for name in PARTS),
+    ("/media/install", "empty environment"),
+    ("/media/stamp", "stamp for the gate"),
+    ("WORKDIR", "nothing"),
     ("COPY /layer/", "tools: nox, uv"),
     ("COPY /caches/", "compile caches"),
     ("COPY /project/", "project"),
