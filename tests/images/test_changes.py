@@ -74,7 +74,7 @@ def run(engine: Engine, source: Path, reference: str, more: Sequence[str]) -> No
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def environment(engine: Engine, source: Path, address: str, folder: Path, output: str) -> None:
+def environment(engine: Engine, source: Path, address: str, folder: Path, output: str, *, fresh: bool = False) -> None:
     """Build the environment alone: every layer below the caches and the project."""
     secret = folder / "index"
     secret.write_text(f"UV_DEFAULT_INDEX={address}\n")
@@ -82,7 +82,12 @@ def environment(engine: Engine, source: Path, address: str, folder: Path, output
         engine,
         source,
         base.ensure().reference,
-        [f"--secret=id=index,src={secret}", "--target=environment", f"--output={output}"],
+        [
+            *(["--no-cache-filter=parts,environment"] if fresh else []),
+            f"--secret=id=index,src={secret}",
+            "--target=environment",
+            f"--output={output}",
+        ],
     )
 
 
@@ -115,6 +120,19 @@ def test_a_comment_in_the_lock_moves_no_layer_of_packages(
         environment(docker_engine, small, house[1], tmp_path, f"type=image,name={name},push=true,compression=zstd")
         found.append([layer["digest"] for layer in layers(docker_engine, name)])
         lock.write_text(f"# a comment\n{lock.read_text()}")
+    assert found[0] == found[1]
+
+
+def test_every_layer_below_the_caches_is_the_same_bytes_when_it_is_made_again(
+    small: Path, house: tuple[Wheelhouse, str], docker_engine: Engine, loopback_registry: str, tmp_path: Path
+) -> None:
+    found = []
+    for tag in ("one", "other"):
+        name = f"{loopback_registry}/small:{tag}"
+        packing = "compression=zstd,oci-mediatypes=true"
+        where = f"type=image,name={name},push=true,{packing}"
+        environment(docker_engine, small, house[1], tmp_path, where, fresh=True)
+        found.append([layer["digest"] for layer in layers(docker_engine, name)])
     assert found[0] == found[1]
 
 
