@@ -79,9 +79,7 @@ def built(docker_engine: Engine, loopback_registry: str, source: Path) -> Built:
 
 
 @pytest.fixture(scope="module")
-def node(
-    built: Built, docker_engine: Engine, keys: Keys, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
+def node(built: Built, docker_engine: Engine, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Another engine, with nothing but what `nox -s pull` believed, and pulled by digest.
 
     What was pushed goes from the builder: unpacked it takes 5 GB, and the layers themselves stay in the cache.
