@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from engine import Engine, registry
-from test_pull import blob, card, flip, images, shipped, small
+from test_pull import blob, card, clear, flip, images, shipped, small
 from toys import Keys, build, make_keys, use
 
 from env import pull, push, remote
@@ -43,6 +43,7 @@ def test_each_refusal_is_one_sentence_with_its_exit_code_and_leaves_nothing(
     docker_engine: Engine, empty_engine: Engine, small: Engine, loopback_registry: str, signed: remote.Reference,
     keys: Keys, tmp_path: Path,
 ) -> None:  # fmt: skip
+    clear(empty_engine)
     rows = [*_planted(docker_engine, empty_engine, small, loopback_registry, signed, keys, tmp_path)]
     for name, failure in rows:
         assert failure.code is not Exit.BUG, (name, str(failure))
