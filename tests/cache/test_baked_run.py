@@ -18,6 +18,7 @@ from env.cache import store
 from env.errors import Exit
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(1500)  # a minute of one core's work, much longer where cores are shared
 SMALL = """
 preset = "tiny"
 [drafter]
@@ -77,7 +78,6 @@ class Baked:
             capture_output=True,
             text=True,
             check=False,
-            timeout=500,
         )
 
     def said(self, *command: str, **more: str) -> str:
