@@ -53,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
         name = loaded(options.archive) if options.archive else options.image or str(target)
         told = labels.read(remote.local_labels(name), name)
         labels.require_locked(told, name)
+        if told.revision.endswith("-dirty"):
+            say(f"{name} was built from a tree that was not clean; its provenance says so")
         papers = [] if options.unsigned else [bom.make(told, dpkg_status(name)), bom.provenance(told)]
         if name != str(target):
             remote.docker("tag", name, str(target))

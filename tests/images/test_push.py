@@ -84,13 +84,15 @@ def test_an_archive_that_buildx_wrote_keeps_its_digest_and_its_layers(
 def test_a_push_without_a_signature_must_be_asked_for_and_says_so(
     docker_engine: Engine, loopback_registry: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    name = build(docker_engine, tmp_path, f"{loopback_registry}/bare:1")
+    name = build(docker_engine, tmp_path, f"{loopback_registry}/bare:1", other(revision="c" * 40 + "-dirty"))
     failure = refused(name)
     assert failure.code == Exit.USAGE
     assert failure.message == "one of `--key FILE` and `--unsigned` must say whether it is signed"
     assert tags(loopback_registry, "bare") == "not found"
     assert push.main([name, "--unsigned"]) == 0
-    assert "is not signed (`--unsigned`)" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "is not signed (`--unsigned`)" in said
+    assert "was built from a tree that was not clean" in said
 
 
 @pytest.mark.parametrize(
