@@ -313,14 +313,6 @@ def test_without_a_gpu_the_row_is_one_sentence(
     assert (said.out, said.err) == ("", "error: torch sees no GPU 0 here\n")
 
 
-def test_what_compiling_does_is_told_by_the_training_environments_torch(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    asked_of(sys.executable, monkeypatch)
-    assert cli.main(["--compile", "--no-cure", "--json"]) == Exit.DONE
-    assert "as it is" in json.loads(capfd.readouterr().out)
-
-
 def test_without_an_environment_to_ask_it_is_said_which_and_how_to_make_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

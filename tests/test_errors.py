@@ -23,11 +23,11 @@ def test_control_characters_of_a_path_do_not_reach_the_terminal(capsys: pytest.C
 
 
 def test_a_path_that_is_not_utf8_is_written_out_too() -> None:
-    command = [sys.executable, "-m", "dflash", "train", "--text", b"/tmp/none\xff\x1b[1m", "--run", "/tmp/never"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environ, capture_output=True, check=False)  # type: ignore[arg-type]
+    code = "import os, sys; from env.errors import *; sys.exit(report(Failure(Exit.INPUT, f'no `{sys.argv[1]}`')))"
+    command = [os.fsencode(sys.executable), b"-c", code.encode(), b"caf\xe9\x1b[1m"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False)
     assert done.returncode == Exit.INPUT
-    assert done.stderr.startswith(b"error: the text `/tmp/none\\udcff\\x1b[1m` does not exist")
+    assert done.stderr == b"error: no `caf\\udce9\\x1b[1m`\n"
 
 
 def test_a_full_standard_output_is_named() -> None:
