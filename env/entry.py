@@ -59,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         os.environ.update(prepared(os.environ))
         if guarded(command):
+            refuse_other_variant(command, os.environ.get("DFLASH_VARIANT"))
             look(os.environ)
     except Failure as failure:
         return report(failure)
@@ -126,6 +127,22 @@ def look(environ: Mapping[str, str]) -> None:
     refuse_unbaked(host, caches, allowed=environ.get(COLD) == "1")
     for sentence in notices(host, caches, cpu_flags()):
         say(sentence)
+
+
+def refuse_other_variant(command: Sequence[str], ours: str | None) -> None:
+    """Refuse a variant that the image does not hold: a read-only root cannot be given another environment.
+
+    Raises:
+        Failure: Exit.USAGE.
+    """
+    words = [word for argument in command for word in argument.split("=", 1)]
+    asked = words[words.index("--variant") + 1] if "--variant" in words[:-1] else ours
+    if ours is not None and asked != ours:
+        raise Failure(
+            Exit.USAGE,
+            f"this image holds {ours}, not {asked}",
+            hint=f"each variant has an image of its own: `nox -s image -- --variant {asked}` builds that one",
+        )
 
 
 def refuse_unfit(host: Host, plan: Plan) -> None:

@@ -76,6 +76,15 @@ def test_only_what_trains_or_verifies_is_guarded() -> None:
     assert not entry.guarded(["bash"])
 
 
+def test_a_variant_that_the_image_does_not_hold_is_refused() -> None:
+    for words in (["--variant", "cu128"], ["--variant=cu128"]):
+        with pytest.raises(Failure, match="this image holds cu130, not cu128") as refused:
+            entry.refuse_other_variant(["nox", "-s", "train", "--", *words], "cu130")
+        assert refused.value.code == Exit.USAGE
+    entry.refuse_other_variant(["nox", "-s", "train", "--", "--variant", "cu130"], "cu130")
+    entry.refuse_other_variant(["nox", "-s", "train"], "cu130")
+
+
 def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     settings = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
     return subprocess.run(
