@@ -112,11 +112,14 @@ def regenerate(
         listening() as stop,
         progress.track("rewriting responses", total, unit="lines", status=run.drifted_now()) as bar,
     ):
+        told = False
 
         def watch(lines: int, tokens: int) -> None:
-            bar.advance(lines, tokens=tokens)
+            nonlocal told
+            bar.advance(lines, tokens=tokens) if told else bar.skip(lines)
+            told = True
             if stop.asked():
-                raise stop.stopped(f"{bar.done} of {total} lines are kept beside `{out}`")
+                raise stop.stopped(f"what is whole of the {bar.done} of {total} lines is kept beside `{out}`")
 
         state = rewriting.rewrite(whole, data, out, wanted, watch=watch, say=say)
         bar.done = total
@@ -155,9 +158,12 @@ def features(
         )
         total = len(rows.tokens)
         with progress.track("computing features", total, unit="rows", status=run.drifted_now()) as bar:
+            told = False
 
             def watch(count: int) -> None:
-                bar.advance(count, tokens=count * settings.shapes.sequence)
+                nonlocal told
+                bar.advance(count, tokens=count * settings.shapes.sequence) if told else bar.skip(count)
+                told = True
                 if stop.asked():
                     raise stop.stopped(f"whole files of the {bar.done} of {total} rows that are done stay in `{out}`")
 

@@ -118,7 +118,8 @@ def write(
         target: whose features.
         rows: the packed rows.
         folder: becomes the folder of features.
-        watch: takes the number of rows that were just done; may raise to stop, and no whole file is lost then.
+        watch: takes the number of rows that were just done; may raise to stop, and no whole file is lost then. The
+            first time it is told of what an earlier try had done.
         say: takes a sentence for whoever watches; the first says how much of the disk it will take.
 
     Raises:

@@ -39,7 +39,8 @@ class Track:
         self.clock = clock
         self.began = clock()
         self._tokens = 0
-        self._marks: deque[tuple[float, int, int]] = deque([(self.began, done, 0)])
+        self._marks: deque[tuple[float, int]] = deque([(self.began, 0)])
+        self._units: deque[tuple[float, int]] = deque([(self.began, done)])
         self._show: Callable[[], None] = lambda: None
 
     def advance(self, count: int = 1, *, loss: float | None = None, tokens: int = 0, note: str = "") -> None:
@@ -49,23 +50,31 @@ class Track:
         self.loss = self.loss if loss is None else loss
         self.note = note or self.note
         now = self.clock()
-        self._marks.append((now, self.done, self._tokens))
-        while len(self._marks) > 2 and now - self._marks[1][0] > WINDOW:
-            self._marks.popleft()
+        self._marks.append((now, self._tokens))
+        _forget(self._marks, now)
+        if count:  # units may be far apart, and between them nothing is known of the next
+            self._units.append((now, self.done))
+            _forget(self._units, now)
         self._show()
+
+    def skip(self, count: int) -> None:
+        """Say that `count` units had been done before this began: they tell nothing about its speed."""
+        self.done += count
+        now = self.clock()
+        self._marks, self._units = deque([(now, self._tokens)]), deque([(now, self.done)])
 
     @property
     def speed(self) -> float | None:
         """Tokens a second of late; None when none were told of."""
         seconds = self._marks[-1][0] - self._marks[0][0]
-        tokens = self._marks[-1][2] - self._marks[0][2]
+        tokens = self._marks[-1][1] - self._marks[0][1]
         return tokens / seconds if seconds > 0 and tokens else None
 
     @property
     def left(self) -> float | None:
         """Seconds to the end at the speed of late; None before the first advance."""
-        seconds = self._marks[-1][0] - self._marks[0][0]
-        units = self._marks[-1][1] - self._marks[0][1]
+        seconds = self._units[-1][0] - self._units[0][0]
+        units = self._units[-1][1] - self._units[0][1]
         return seconds / units * (self.total - self.done) if units else None
 
     def facts(self) -> list[str]:
@@ -80,6 +89,12 @@ class Track:
         elif self.left is not None:
             facts.append(f"{duration(self.left)} left")
         return [*facts, self.note] if self.note else facts
+
+
+def _forget(marks: deque[tuple[float, int]], now: float) -> None:
+    """Drop what lies before the window, down to two marks, which a speed needs."""
+    while len(marks) > 2 and now - marks[1][0] > WINDOW:
+        marks.popleft()
 
 
 @contextlib.contextmanager

@@ -87,7 +87,8 @@ def rewrite(
         path: a .jsonl file, or a folder of them.
         out: the file to write; until it is whole, it is called `out` with `.partial` behind.
         wanted: how responses are written.
-        watch: takes lines that were just done and tokens that were just written; may raise to stop.
+        watch: takes lines that were just done and tokens that were just written; may raise to stop. The first time it
+            is told of what an earlier try had done.
         say: takes a sentence for whoever watches.
 
     Raises:
@@ -109,9 +110,10 @@ def rewrite(
         watch(state.lines, 0)
         renderer = _renderer(target)
         for group in _groups(files, state.lines, wanted.batch * GROUP):
-            content = _Group(target, wanted, renderer, group, state, lambda tokens: watch(0, tokens)).written()
+            work = _Group(target, wanted, renderer, group, state, watch)
+            content = work.written()
             file.append(content, asdict(state))
-            watch(len(group), 0)
+            watch(len(group) - work.told, 0)
         file.finish(asdict(state))
     return state
 
@@ -171,7 +173,7 @@ class _Group:
         renderer: Renderer,
         lines: Sequence[tuple[Place, bytes | None]],
         state: Written,
-        watch: Callable[[int], None],
+        watch: Callable[[int, int], None],
     ) -> None:
         self.target, self.wanted, self.renderer, self.state, self.watch = target, wanted, renderer, state, watch
         self.faults = Faults.from_json(state.faults)
@@ -182,6 +184,7 @@ class _Group:
             except Refused as refused:
                 self.faults.add(refused, place)
         self.flat = decode.cuts(target.model)
+        self.told = 0
         self.count = len(lines)
 
     def written(self) -> bytes:
@@ -212,10 +215,13 @@ class _Group:
                 self.wanted.response_tokens,
                 Chooser(self.wanted, names),
                 stop=self.renderer.ends,
-                report=self.watch,
+                report=lambda tokens: self.watch(0, tokens),
             )
             for (_, line), answer in zip(batch, answers, strict=True):
                 self._take(line, line.turns[turn], answer)
+            ended = sum(turn + 1 >= len(line.turns) for _, line in batch)
+            self.told += ended
+            self.watch(ended, 0)
 
     def _batches(self, prompts: Sequence[tuple[list[int], _Line]]) -> Iterator[list[tuple[list[int], _Line]]]:
         for _, same in itertools.groupby(prompts, key=lambda pair: 0 if self.flat else len(pair[0])):

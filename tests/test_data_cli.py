@@ -169,7 +169,7 @@ def test_a_work_that_is_asked_to_stop_says_what_is_kept_and_goes_on(place: Path)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=120)
     assert process.returncode == Exit.TERMINATED
-    assert "of 3000 lines are kept beside `stopped.jsonl`" in err
+    assert "of 3000 lines is kept beside `stopped.jsonl`" in err
     done = json.loads((place / "stopped.jsonl.json").read_text())["state"]["lines"]
     assert 0 < done < 3000
     assert (place / "stopped.jsonl.partial").read_bytes().count(b"\n") == done
@@ -207,8 +207,8 @@ def started(*arguments: str) -> subprocess.Popen[str]:
 
 
 def trained(*arguments: str) -> str:
-    process = started(*arguments)
-    _, err = process.communicate(timeout=500)
+    with started(*arguments) as process:
+        _, err = process.communicate()
     assert process.returncode == 0, err
     return err
 
@@ -218,6 +218,7 @@ def summary(run: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.timeout(1200)
 def test_a_training_on_kept_features_ends_with_the_bytes_of_one_whose_target_computed_them(place: Path) -> None:
     err = trained("--data", "chats.jsonl", "--run", "live")
     assert "28 documents in " in err
@@ -226,8 +227,6 @@ def test_a_training_on_kept_features_ends_with_the_bytes_of_one_whose_target_com
         assert data("features", config="micro.toml", out="kept") == 0
     err = trained("--features", "kept", "--run", "read")
     assert "28 documents in " in err
-    trained("--features", "kept", "--run", "worker", "--topology", "colocated")
-    assert summary(place / "worker")["export_sha256"] == summary(place / "read")["export_sha256"]
     live, read = summary(place / "live"), summary(place / "read")
     assert live["export_sha256"] == read["export_sha256"]
     assert (place / "live" / "metrics.jsonl").read_bytes() == (place / "read" / "metrics.jsonl").read_bytes()
@@ -260,3 +259,35 @@ def test_a_training_that_cannot_be_is_one_sentence(
     _, err = capsys.readouterr()
     assert err.count("error:") == 1
     assert sentence in err
+
+
+def test_workers_find_rows_and_features_on_the_disk(place: Path, tmp_path: Path) -> None:
+    from dflash import config, prepared, sources
+    from dflash.passes import passes
+    from dflash.worker import Job
+
+    settings = config.load(str(place / "micro.toml"))
+    if not (place / "kept").exists():
+        assert data("features", config="micro.toml", out="kept") == 0
+    kept = features.found(place / "kept")[0]
+    sources.place(kept.rows, tmp_path / "rows")
+    sources.place(kept.rows, tmp_path / "rows")  # a second start finds them
+    told: dict[str, Any] = {
+        "tables": config.to_tables(settings),
+        "seed": 0,
+        "target": "target",
+        "folder": str(tmp_path),
+        "status": "",
+    }
+    more: dict[str, Any] = {"topology": [0, 1], "launcher": "processes"}
+    lines = Job(**told, **more, rows=str(tmp_path / "rows")).packed()
+    assert isinstance(lines, prepared.Stored)
+    assert torch.equal(lines.tokens[[0, 5]], kept.rows.tokens[[0, 5]])
+    read = Job(**told, **more, rows="none", features=str(place / "kept")).packed()
+    assert torch.equal(read.tokens[[0, 5]], kept.rows.tokens[[0, 5]])
+    whole = target.load(str(place / "target"), device=torch.device("cpu"), dtype=torch.float32)
+    shelved = features.Shelved(kept, whole, torch.device("cpu"))
+    assert torch.equal(shelved.embedding, target.embedding(whole))
+    (reading, _) = passes(kept.rows, settings, seed=0, step=0)
+    live = target.features(whole, reading.tokens, reading.document, settings.drafter.target_layer_ids)
+    assert torch.equal(shelved.features(reading), live)

@@ -184,3 +184,19 @@ def test_an_early_slow_step_is_forgotten() -> None:
 )
 def test_a_time_is_written_as_people_do(seconds: float, written: str) -> None:
     assert duration(seconds) == written
+
+
+def test_a_unit_that_takes_longer_than_the_window_still_tells_the_time_left() -> None:
+    now = 0.0
+    stream = io.StringIO()
+    with track("responding", 40, unit="lines", stream=stream, clock=lambda: now) as work:
+        work.skip(20)
+        for _ in range(3):
+            for _ in range(50):
+                now += 2.0
+                work.advance(0, tokens=100)
+            work.advance(4)
+        assert work.left == pytest.approx(200)
+        now += 50.0
+        work.advance(0, tokens=100)
+        assert work.left is not None

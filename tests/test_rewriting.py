@@ -211,8 +211,10 @@ def test_a_killed_process_goes_on_and_ends_with_the_same_bytes(
 
         with chatting.forked(work) as process:
             begun.append(int(process.line()))
-            while int(process.line()) == 0:
-                pass
+            journal = tmp_path / "broken.jsonl.json"
+            before = journal.read_bytes() if journal.exists() else b""
+            while not journal.exists() or journal.read_bytes() == before:
+                process.line()
             assert "another process writes" in refusal(lambda: rewrite(whole, data, broken)).message
             for _ in range(3):
                 process.line()
