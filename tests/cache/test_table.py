@@ -147,8 +147,8 @@ def test_the_one_factor_that_differs_is_named_with_both_values_and_the_way_out(k
 
 def test_every_kind_of_factor_that_there_is_has_a_row() -> None:
     names = {name for _, name, _ in KINDS.values()}
-    families = ("torch.key", "triton.key", "python.abi", "torch.cuda", "triton.ptxas", "inductor.", "dynamo.")
-    families += ("functorch.", "triton.env.", "device.index", "graph_id", "gpu.", "cpu.instruction_sets")
+    families: tuple[str, ...] = ("torch.key", "triton.key", "python.abi", "torch.cuda", "triton.ptxas", "inductor.")
+    families += ("dynamo.", "functorch.", "triton.env.", "device.index", "graph_id", "gpu.", "cpu.instruction_sets")
     for family in families:
         assert any(name.startswith(family) for name in names), family
 
