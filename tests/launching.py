@@ -48,7 +48,7 @@ MICRO: dict[str, Any] = {
     "data": {"prompts": 0, "prompt_tokens": 0, "response_tokens": 0},
     "evaluation": {"prompts": 1, "prompt_tokens": 8, "response_tokens": 8},
 }
-BOUND = 1e-4
+BOUND = 1e-6
 """Norm of the difference of two drafters' weights over their norm, after this run.
 
 Each element of a gradient is a sum of 3 numbers, added in another order: it moves by 2 roundings of float32 at most,
