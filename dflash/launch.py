@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -27,7 +29,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousHandler
 from torch.distributed.elastic.utils.distributed import get_socket_with_port
 
 from dflash import HANDED, checkpoint, storage
@@ -35,13 +37,16 @@ from dflash.stopping import CODES, Stop, Stopped
 from dflash.topology import Nodes, Plan
 from dflash.watch import HUNG, LOST
 from dflash.worker import FINAL, Job
-from env.errors import Exit, Failure
+from env.errors import Exit, Failure, report
 
 JOB = "job.json"
 """What the workers are told, in the run's folder; other nodes wait for it."""
 
 MONITOR = 0.1
 """Seconds between two looks at the workers."""
+
+STILL = 40.0
+"""Seconds after which an agent that does not come to look at its workers is given up; it looks ten times a second."""
 
 JOIN = 600
 """Seconds that a node waits for the others to (re)join; `--rdzv-conf join_timeout=N` changes it."""
@@ -57,8 +62,20 @@ class Agent(LocalElasticAgent):
     def __init__(self, plan: Plan, stop: Stop, say: Callable[[str], None], progress: Callable[[], str], **kwargs: Any):
         super().__init__(**kwargs)
         self._plan, self._stop, self._say, self._progress = plan, stop, say, progress
+        self._deadline = math.inf
+        self.over = threading.Event()
         self.failed: int | None = None
         """Exit code of the worker that failed first, in the last round."""
+
+    def look_out(self) -> None:
+        """End the launcher when its own work stands still: over a cable that was cut, a store's answer may never come.
+
+        Runs in a thread of its own.
+        """
+        while not self.over.wait(1.0):
+            if time.monotonic() > self._deadline:
+                self._kill()
+                os._exit(report(_absent(self._plan.nodes, TimeoutError("no answer from the store of the nodes"))))
 
     def pids(self) -> list[int]:
         """Processes of the workers of this node that run."""
@@ -71,6 +88,8 @@ class Agent(LocalElasticAgent):
         if self._stop.asked():
             raise self._stop.stopped("the workers were about to start again from the newest checkpoint")
         take_signals(_before_workers(self._stop))
+        join = float(self._plan.nodes.rdzv_conf.get("join_timeout", JOIN))
+        self._deadline = time.monotonic() + join + STILL
         super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -102,6 +121,7 @@ class Agent(LocalElasticAgent):
                 os.killpg(pid, signal.SIGKILL)  # with all that it has started to compile for it
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._deadline = time.monotonic() + STILL
         assert self._pcontext is not None
         handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
         ended = {local: handler.proc.poll() for local, handler in handlers.items()}
@@ -183,6 +203,8 @@ def run(plan: Plan, job: Job, stop: Stop, *, say: Callable[[str], None], places:
             exit_barrier_timeout=30,
         )
         take_signals(_before_workers(stop))
+        if plan.nodes.nnodes > 1:
+            threading.Thread(target=agent.look_out, name="look-out", daemon=True).start()
         try:
             result = agent.run()
         except (RendezvousError, RuntimeError, OSError) as error:
@@ -190,14 +212,21 @@ def run(plan: Plan, job: Job, stop: Stop, *, say: Callable[[str], None], places:
                 raise stop.stopped("nothing was under way") from None
             raise _absent(plan.nodes, error) from error
         finally:
-            with contextlib.suppress(Exception):
-                handler.shutdown()
+            agent.over.set()
+            closing = threading.Thread(target=_close, args=(handler,), daemon=True)
+            closing.start()
+            closing.join(10.0)  # over a cable that was cut it would wait for a quarter of an hour
             for number, old in before.items():
                 signal.signal(number, old)
     if result is None or result.is_failed():
         if stop.asked() and agent.failed not in FINAL:  # a worker that had hardly begun dies of the signal itself
             raise stop.stopped("nothing was under way that the newest checkpoint does not have")
         raise _failed(agent, plan)
+
+
+def _close(handler: RendezvousHandler) -> None:
+    with contextlib.suppress(RendezvousError, RuntimeError, OSError):
+        handler.shutdown()
 
 
 def _before_workers(stop: Stop) -> Callable[[int, FrameType | None], None]:

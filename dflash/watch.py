@@ -122,28 +122,28 @@ class Watch(threading.Thread):
         self.over = threading.Event()
 
     def run(self) -> None:
-        """Beat until the process ends or `over` is set."""
-        beats = 0
+        """Look until the process ends or `over` is set."""
+        if self._board is not None:
+            # in a thread of its own: over a cable that was cut, an exchange waits for a quarter of an hour
+            threading.Thread(target=self._beat, args=(self._board,), name="beat", daemon=True).start()
         while not self.over.wait(BEAT):
-            beats += 1
+            name, now = self._pulses[0].name, time.monotonic()
             if os.getppid() != self._parent:
-                end(LOST, f"the launcher of {self._pulses[0].name} has gone")
-            if self._board is not None:
-                try:
-                    self._exchange(self._board, beats)
-                    self._answered = time.monotonic()
-                except (RuntimeError, OSError) as error:
-                    if time.monotonic() - self._answered > SILENCE:
-                        end(
-                            LOST,
-                            f"the host of the workers' store does not answer {self._pulses[0].name}: {first(error)}",
-                        )
-                    continue
-            now = time.monotonic()
+                end(LOST, f"the launcher of {name} has gone")
+            if self._board is not None and now - self._answered > SILENCE:
+                end(LOST, f"{name}: the host of the workers' store has not answered for {now - self._answered:.0f} s")
             for pulse in self._pulses:
                 found = judge(pulse, [*self._peers.values(), *self._beside(pulse, now)], now)
                 if found is not None and not self.over.is_set():
                     end(*found, traces=found[0] == HUNG)
+
+    def _beat(self, board: Board) -> None:
+        beats = 0
+        while not self.over.wait(BEAT):
+            beats += 1
+            with contextlib.suppress(RuntimeError, OSError):  # whether it answers is judged by when it last did
+                self._exchange(board, beats)
+                self._answered = time.monotonic()
 
     def _beside(self, pulse: Pulse, now: float) -> list[Peer]:
         """The other workers of this process."""

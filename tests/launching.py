@@ -117,14 +117,26 @@ class World:
             "DFLASH_SILENCE": "10",
         }
         self.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        self.started: list[subprocess.Popen[str]] = []
+
+    def clear(self) -> None:
+        """End what a test that failed has left running; workers follow their launcher."""
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            if process.stderr is not None and not process.stderr.closed:
+                process.communicate()
+        self.started = []
 
     def start(
         self, run: str, topology: str, *options: str, prefix: tuple[str, ...] = (), **changes: Any
     ) -> subprocess.Popen[str]:
         command = [*prefix, sys.executable, __file__, str(self.folder), run, topology, json.dumps(changes), *options]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command, cwd=self.folder, env=self.environ, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
+        self.started.append(process)
+        return process
 
     def train(self, run: str, topology: str, *options: str, **changes: Any) -> Path:
         """A run that ends well; its folder."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def whole(world: World) -> Path:
     """A run of one target and two drafters that nothing disturbed."""
     return world.train("whole", "1:2")
+
+
+@pytest.fixture(autouse=True)
+def cleared(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "world" in request.fixturenames:
+        request.getfixturevalue("world").clear()
 
 
 # What is wrong, judged on made-up clocks
@@ -85,6 +93,7 @@ def test_each_worker_sees_one_of_the_gpus_that_were_visible(visible: str | None,
 # Real workers
 
 
+@pytest.mark.timeout(900)  # four starts
 def test_workers_that_are_killed_or_stand_still_in_turn_cost_no_bit(world: World, whole: Path) -> None:
     """SIGKILL to the target, then to a drafter, and SIGSTOP to the drafter that saves."""
     run = world.folder / "harmed"
@@ -95,13 +104,13 @@ def test_workers_that_are_killed_or_stand_still_in_turn_cost_no_bit(world: World
         pid = workers(process)[rank]
         os.kill(pid, number)
         wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists(), process, 60)  # type: ignore[misc]
-        wait_for(lambda after=after: lines(run) < after or lines(run) == STEPS, process)  # type: ignore[misc]
+        wait_for(lambda rank=rank: rank in workers(process), process)  # type: ignore[misc]
     code, said = ended(process)
     assert code == 0, said
-    assert "target 0 was killed by SIGKILL; all start again from step 4 (2 of 3 restarts left)" in said
-    assert "drafter 1 was killed by SIGKILL; all start again from step 8 (1 of 3 restarts left)" in said
+    assert re.search(r"target 0 was killed by SIGKILL; all start again from step \d+ \(2 of 3 restarts left\)", said)
+    assert re.search(r"drafter 1 was killed by SIGKILL; all start again from step \d+ \(1 of 3 restarts left\)", said)
     assert "drafter 0 has not been heard of for" in said
-    assert "lost a peer; all start again from step 12 (0 of 3 restarts left)" in said
+    assert re.search(r"lost a peer; all start again from step \d+ \(0 of 3 restarts left\)", said)
     assert "Traceback" not in said
     assert same(run, whole)
 
