@@ -32,6 +32,9 @@ BEAT = 1.0
 SILENCE = float(os.environ.get("DFLASH_SILENCE", "25"))
 """Seconds after which a peer that has not been heard of counts as gone; together with the restart well below 60."""
 
+ARRIVAL = 300.0
+"""Seconds that a worker waits for the first sign of another."""
+
 STALL = 45.0
 """Seconds after which a state in which everybody waits counts as a deadlock."""
 
@@ -115,10 +118,13 @@ class Watch(threading.Thread):
         """
         super().__init__(name="watch", daemon=True)
         self._pulses, self._stop_asked, self._board, self._rank = pulses, stop, board, rank
-        self._peers = {other: Peer(name=name) for other, name in enumerate(peers) if other != rank}
+        now = time.monotonic()
+        others = {other: name for other, name in enumerate(peers) if other != rank}
+        self._peers = {other: Peer(name=name, heard=now, moved=now) for other, name in others.items()}
         self._ended = ended
         self._parent = os.getppid()
-        self._answered = time.monotonic()
+        self._begun = self._answered = now
+        self._complete = not self._peers
         self.over = threading.Event()
 
     def run(self) -> None:
@@ -163,12 +169,16 @@ class Watch(threading.Thread):
         if self._ended is not None and board.check(["ended"]):
             self._ended()
         others = list(self._peers)
-        beaten = [f"beat/{other}" for other in others]
-        if not beaten or not board.check(beaten):
-            for peer in self._peers.values():  # not everybody is there yet
+        if not self._complete:
+            missing = [self._peers[other].name for other in others if not board.check([f"beat/{other}"])]
+            for peer in self._peers.values():
                 peer.heard = peer.moved = now
+            if missing and now - self._begun > ARRIVAL:
+                end(LOST, f"{pulse.name} has waited {ARRIVAL:.0f} s for a first sign of {', '.join(missing)}")
+            self._complete = not missing
             return
-        for other, beat in zip(others, board.multi_get(beaten), strict=True):
+        beaten = board.multi_get([f"beat/{other}" for other in others]) if others else []
+        for other, beat in zip(others, beaten, strict=True):
             hear(self._peers[other], beat, time.monotonic())
 
 
