@@ -616,6 +616,8 @@ def test_modules_on_pythonpath_that_come_before_locked_ones_are_named(
         (folder / name).mkdir(parents=True)
     (folder / "torch/__init__.py").write_text("")
     (folder / "sitecustomize.py").write_text("")
+    (folder / "__pycache__").mkdir()  # no module, although the environment's packages have one, too
+    (next((prefix / "lib").glob("python3*")) / "site-packages" / "__pycache__").mkdir(exist_ok=True)
     found = drift.compare(prefix / "bin/python", workshop.lock, environ={"PYTHONPATH": f"{tmp_path}:{folder}"})
     assert [(d.name, d.found, d.why) for d in found] == [
         ("PYTHONPATH", str(folder), "sitecustomize.py and torch there come first")
