@@ -135,7 +135,7 @@ def train(
     from dflash import config as configs
 
     settings = configs.load(config)
-    from dflash.pipeline import Request, follow
+    from dflash.pipeline import RUNS, Request, follow
 
     plan = None
     if topology is not None:
@@ -152,11 +152,13 @@ def train(
         plan = planned(topology, launcher.value, nodes, max_restarts, accumulate=settings.optimizer.accumulate, run=run)
     elif nnodes > 1 or launcher is not Launcher.processes:
         raise Failure(Exit.USAGE, "--nnodes and --launcher need a `--topology`", hint="as in `--topology 5:3`")
-    name = Path(config).stem
+    name = f"{Path(config).stem}-seed{seed}"
+    if nnodes > 1 and run is None:
+        run = RUNS / f"{name}-{rdzv_id}"  # the same on all nodes, and when the scheduler starts the job again
     follow(
         Request(
             settings=settings,
-            name=f"{name}-seed{seed}",
+            name=name,
             seed=seed,
             run=run,
             target=target,

@@ -280,7 +280,7 @@ def _absent(nodes: Nodes, error: Exception) -> Failure:
     return Failure(
         Exit.UNREACHABLE,
         f"node {nodes.node_rank} of {nodes.nnodes} does not find the others at {where}",
-        details=[f"{kind}: {(str(error).strip().splitlines() or [''])[0]}"],
+        details=[f"{kind}: {(str(error).strip().splitlines() or ['not all of them came in time'])[0]}"],
         hint="the same command on every node goes on from the newest checkpoint",
     )
 

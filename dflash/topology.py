@@ -210,7 +210,8 @@ def planned(
     check(topology, accumulate=accumulate, nodes=nodes.nnodes, devices=devices)
     if nodes.nnodes > 1:
         missing = [] if nodes.rdzv_endpoint else ["--rdzv-endpoint HOST:PORT of node 0"]
-        missing += [] if run is not None else ["--run FOLDER that all nodes share"]
+        named = run is not None or nodes.rdzv_id
+        missing += [] if named else ["--run FOLDER that all nodes share (or --rdzv-id, which then names one in runs/)"]
         if missing:
             raise Failure(Exit.USAGE, f"{nodes.nnodes} nodes need {' and '.join(missing)}")
         if launcher == "threads":

@@ -80,6 +80,9 @@ def test_a_full_run_spread_over_workers_stops_on_sigterm_goes_on_and_comes_to_it
 def test_five_targets_and_three_drafters_train_as_one_alone_to_the_bit(world: World, alone: Path) -> None:
     assert same(world.train("5-3", "5:3"), alone)
     assert same(world.train("5-3-threads", "5:3", 'launcher="threads"'), alone)
+    far = distance(world.train("5-2", "5:2"), alone)
+    print(f"5:2, distance from one alone: {far:.1e}")
+    assert far < BOUND
 
 
 @pytest.mark.parametrize(
