@@ -188,12 +188,13 @@ def draw(outcomes: Mapping[str, Any], path: Path) -> None:
         for row, (label, one) in enumerate((("cold", cold), ("baked", baked))):
             _bar(upper, one["timeline"], row)
             seconds = one["seconds"]["first_step"]
-            upper.text(seconds + long * 0.008, row, f"{label} {seconds:.{2 if seconds < 10 else 1}f} s", va="center")
+            told = f"{label}  {seconds:.{2 if seconds < 10 else 1}f} s"
+            upper.text(seconds + long * 0.008, row, told, va="center", fontweight="bold")
         _bar(lower, baked["timeline"], 0)
         upper.set(title=f"First step of `{outcomes['config']}` on {cold['device']}", xlim=(0, long * 1.13))
         upper.set(ylim=(1.55, -0.55), yticks=[])
         lower.set(title="The baked one, enlarged", xlim=(0, short * 1.13), ylim=(0.5, -0.5), yticks=[])
-        lower.set(xlabel="seconds after the first call; imports and warm-up lie before it in both")
+        lower.set(xlabel="seconds after the first call (imports and warm-up, the same in both, lie before it)")
         for axes in (upper, lower):
             axes.grid(visible=False, axis="y")
         used = [name for name in PHASES if any(totals(one["timeline"])[name] > long * 1e-4 for one in (cold, baked))]
