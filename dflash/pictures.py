@@ -124,7 +124,7 @@ def loss(axes: Axes, run: Run) -> None:
             x, y = _column(steps, "step"), _column(steps, "loss")
             axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
             axes.plot(x, smooth(y), line, color=colour, label=f"{name}, {smooth(y)[-1]:.2f} at the end")
-            top = max(top, float(y[0]))
+            top = max([top, *y[np.isfinite(y)][:1]])  # a step that was skipped has no loss
     axes.set(title="Loss", xlabel="step", ylabel="nats a token", ylim=(0, top * 1.05), xlim=(0, None))
     axes.legend(loc="upper right")
 

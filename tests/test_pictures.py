@@ -27,11 +27,11 @@ def decoder(name: str, tau: float | None, without: float | None) -> dict[str, An
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A finished run's numbers: slots that were never asked for in a step, a proposer without a τ, and all."""
+    """A finished run's numbers: slots never asked for in a step, steps that were skipped, a proposer without a τ."""
     steps = [
         {
             "step": step,
-            "loss": 1 + 4 * math.exp(-step / 20),
+            "loss": None if step in (1, 50) else 1 + 4 * math.exp(-step / 20),
             "accuracy": [None if step == 3 else 1 - math.exp(-step / (20 + k)) for k in range(15)],
         }
         for step in range(1, 121)
