@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from fixtures import clone, package_index, tools
 
+from env.cache.pins import PROBING
+
 __all__ = ["clone", "package_index", "tools"]
+
+os.environ.update(PROBING)  # processes that tests start without the launch are to find what others baked

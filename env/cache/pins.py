@@ -160,13 +160,21 @@ def pinned(
     return result, tuple(overridden)
 
 
+PROBING = {"TORCHINDUCTOR_VEC_ISA_OK": "1"}
+"""Inductor believes what the CPU says of itself, rather than ask in child processes that compile and import torch.
+
+Each process that compiles for the CPU asked anew, which was most of a warm first step; a compiler that does not know
+the CPU's instructions fails at the first kernel instead. It is in every key: `tests/conftest.py` sets it, too.
+"""
+
+
 def _fixed(python: Path | None) -> dict[str, str]:
     """Variables that get a value rather than none."""
     if python is None:
         return {}
     # not resolved: the interpreter of a virtual environment is a link out of it
     found = sorted(python.absolute().parent.parent.glob("lib/python*/site-packages/torch/bin/ptxas"))
-    return {"TRITON_PTXAS_PATH": str(found[-1])} if found else {}
+    return PROBING | ({"TRITON_PTXAS_PATH": str(found[-1])} if found else {})
 
 
 NAMING = ("LOGNAME", "USER", "LNAME", "USERNAME")

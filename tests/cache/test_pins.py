@@ -82,11 +82,17 @@ def environment(tmp_path: Path) -> Path:
 def test_torchs_ptxas_is_fixed_whatever_the_host_had(environment: Path) -> None:
     ptxas = str(environment.parent.parent / "lib/python3.11/site-packages/torch/bin/ptxas")
     result, overridden = pins.pinned({"TRITON_PTXAS_PATH": "/usr/local/cuda/bin/ptxas"}, environment)
-    assert result == {"TRITON_PTXAS_PATH": ptxas}
-    assert f"set TRITON_PTXAS_PATH to `{ptxas}` (was `/usr/local/cuda/bin/ptxas`)" in overridden[0].sentence()
+    assert result == {"TRITON_PTXAS_PATH": ptxas, **pins.PROBING}
+    assert f"set TRITON_PTXAS_PATH to `{ptxas}` (was `/usr/local/cuda/bin/ptxas`)" in overridden[-1].sentence()
     result, overridden = pins.pinned({}, environment)
-    assert result == {"TRITON_PTXAS_PATH": ptxas}
-    assert "(was unset)" in overridden[0].sentence()
+    assert result == {"TRITON_PTXAS_PATH": ptxas, **pins.PROBING}
+    assert "(was unset)" in overridden[-1].sentence()
+
+
+def test_the_cpu_is_believed_rather_than_probed_in_each_process(environment: Path) -> None:
+    result, overridden = pins.pinned({"TORCHINDUCTOR_VEC_ISA_OK": "0"}, environment)
+    assert result["TORCHINDUCTOR_VEC_ISA_OK"] == "1"
+    assert "set TORCHINDUCTOR_VEC_ISA_OK to `1` (was `0`)" in overridden[0].sentence()
 
 
 def test_pinning_twice_is_pinning_once(environment: Path) -> None:
