@@ -168,7 +168,9 @@ def cubin(folder: Path, name: str, *, changed: int, value: str = "%tid.x", arch:
 @on_each
 def test_two_cubins_of_one_kernel_differ_only_in_a_time_stamp_that_is_taken_out(tmp_path: Path, arch: str) -> None:
     one, other = (cubin(tmp_path, "k.py", changed=when, arch=arch) for when in (1_700_000_000, 1_790_000_000))
-    assert one != other, "the premise: ptxas writes when the source was changed"
+    cuda = pytest.importorskip("torch").version.cuda
+    stamped = not (arch == "sm_120a" and cuda == "13.2")  # there, ptxas no longer does
+    assert (one != other) == stamped, "the premise: ptxas writes when the source was changed"
     assert normal.normalised(one) == normal.normalised(other)
     assert len(normal.normalised(one)) == len(one)
     code = {section.name: one[section.start :][: section.size] for section in elf.sections(one)}

@@ -150,7 +150,7 @@ def test_a_changed_factor_really_misses_and_verify_says_so(baked: Baked, change:
 def test_a_miss_in_spite_of_equal_factors_is_explained_by_the_keys_own_details(baked: Baked, change: str) -> None:
     verdict = judged(baked, change)
     assert verdict.problems
-    assert verdict.reasons[0].startswith("the factors are equal, but a")
+    assert verdict.reasons[0].startswith("the factors are equal, but ")
     assert any(DETAILS[change] in reason for reason in verdict.reasons[1:])
     names = [reason.split(":")[0].split(" ")[0].split("[")[0] for reason in verdict.reasons[1:]]
     assert set(names) <= {"gm", "example_inputs", "aot_config"}
