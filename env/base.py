@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import os
 import platform
+import re
 import shutil
 import sys
 import tarfile
@@ -84,8 +85,23 @@ def ensure() -> Base:
     return Base(layout=found, digest=oci.Layout(found).image(architecture()).digest) if found.is_dir() else make()
 
 
-def make(mirror: str = "http://deb.debian.org", *, out: Path | None = None) -> Base:
-    """Make the base anew from what the mirror has now, and put it in the place of the old one.
+def mirrored(apt: Path = Path("/etc/apt")) -> str:
+    """Where this machine's apt gets Debian from, without the archive's name: the address of a mirror.
+
+    Raises:
+        Failure: Exit.HOST, when its sources name none.
+    """
+    sources = [apt / "sources.list", *sorted((apt / "sources.list.d").glob("*"))]
+    text = "\n".join(source.read_text() for source in sources if source.is_file())
+    found = re.search(r"^(?:URIs:|deb(?: +\[[^]]*\])?) +(https?://\S+?)/debian/?(?:\s|$)", text, re.MULTILINE)
+    if found is None:
+        message = f"the sources of apt in `{apt}` name no mirror of Debian"
+        raise Failure(Exit.HOST, message, hint="name one: `nox -s base -- --mirror ADDRESS`")
+    return found[1]
+
+
+def make(mirror: str | None = None, *, out: Path | None = None) -> Base:
+    """Make the base anew from what the mirror (by default apt's) has now, and put it in the place of the old one.
 
     Raises:
         Failure: Exit.HOST, without mmdebstrap, zstd or root; Exit.UNREACHABLE, when no mirror answers; Exit.STORAGE,
@@ -96,7 +112,7 @@ def make(mirror: str = "http://deb.debian.org", *, out: Path | None = None) -> B
     with exclusively(out), beside(out) as building:
         building.mkdir(parents=True)
         root = building / "root.tar"
-        _bootstrap(root, mirror)
+        _bootstrap(root, mirror or mirrored())
         listed = _listed(root)
         layer = building / "layer.tar.zst"
         # one level, one program: another zstd may pack otherwise, and the digest is over what is packed
@@ -204,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="nox -s base --", description="Make the operating system of the images from Debian's packages."
     )
-    parser.add_argument("--mirror", default="http://deb.debian.org", help="where Debian's packages come from")
+    parser.add_argument("--mirror", help="where Debian's packages come from (default: where apt gets them)")
     parser.add_argument("--out", type=Path, help="folder of the OCI layout (default: where `nox -s image` looks)")
     options = parser.parse_args(list(argv))
     made = make(options.mirror, out=options.out.absolute() if options.out else None)

@@ -7,8 +7,11 @@ which they stand; the ones that need no real wheels are in the files beside this
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from engine import Engine, engine
 from toys import Keys, use
 
 from env import base, pull, remote
+from env.variants import ROOT
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(1800)]
 
@@ -216,6 +220,19 @@ def test_a_tampered_cache_is_refused_by_name(built: Built, node: Engine) -> None
         assert f"error: {place} was changed" in said.stderr
     finally:
         node.docker("rm", container)
+
+
+def test_a_cards_cache_is_the_one_that_is_baked_outside(built: Built, node: Engine, tmp_path: Path) -> None:
+    """Factor by factor and key by key: by another Python 3.11, at another path, with no engine."""
+    command = [sys.executable, "noxfile.py", "-s", "bake", "--", "--config", "qwen3-8b", "--gpu", "h200"]
+    environ = {**os.environ, "DFLASH_CACHE_HOME": str(tmp_path)}
+    subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True)
+    (sealed,) = (tmp_path / "sealed").iterdir()
+    outside = json.loads((sealed / "manifest.json").read_text())
+    inside = json.loads(run(node, built.reference, "cat", f"/opt/dflash-caches/sealed/{sealed.name}/manifest.json"))
+    assert inside["factors"] == outside["factors"]
+    assert inside["keys"] == outside["keys"]
+    assert inside["digest"] == outside["digest"]
 
 
 def test_what_it_weighs_is_little_more_than_its_wheels(built: Built, node: Engine) -> None:
