@@ -157,7 +157,8 @@ def test_nothing_above_the_last_tapped_layer_is_computed() -> None:
 def test_a_packed_document_comes_out_as_if_it_were_alone(kind: str, attention: str) -> None:
     made = model(kind, attn_implementation=attention)
     whole = wrapped(made)
-    assert whole.packs
+    # how an expert's products are rounded depends on how many tokens it got; where it shows, documents run one by one
+    assert whole.packs or kind == "mixtral"
     check_alone(whole)
 
 
