@@ -6,12 +6,10 @@ sha256, and what its maker needs to go on.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -121,25 +119,14 @@ class Appended:
         return f"rm -f {self.out} {self.partial} {self.journal}"
 
 
-@contextlib.contextmanager
-def occupied(out: Path) -> Iterator[None]:
+def occupied(out: Path) -> AbstractContextManager[None]:
     """Hold a file against a second writer.
 
     Raises:
         Failure: Exit.USAGE, when there is one; Exit.STORAGE, when the folder cannot be written.
     """
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lock = out.with_name(f".{out.name}.lock").open("w")
-    except OSError as error:
-        raise storage.refusal(error, f"write `{out.name}`", out.parent) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            message = f"another process writes `{out}`"
-            raise Failure(Exit.USAGE, message, hint="name another file with `--out`") from None
-        yield
+    busy = Failure(Exit.USAGE, f"another process writes `{out}`", hint="name another file with `--out`")
+    return storage.held(out.with_name(f".{out.name}.lock"), f"write `{out.name}`", busy)
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -6,12 +6,11 @@ each row what `target.features` gives, in the compute dtype, so that a training 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -389,17 +388,7 @@ def _human(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
-@contextlib.contextmanager
-def _occupied(folder: Path) -> Iterator[None]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise storage.refusal(error, "write features", folder) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            message = f"another process writes features into `{folder}`"
-            raise Failure(Exit.USAGE, message, hint="name another folder with `--out`") from None
-        yield
+def _occupied(folder: Path) -> AbstractContextManager[None]:
+    message = f"another process writes features into `{folder}`"
+    busy = Failure(Exit.USAGE, message, hint="name another folder with `--out`")
+    return storage.held(folder / ".lock", "write features", busy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -57,17 +56,9 @@ def occupied(folder: Path, settings: config.Config, given: dict[str, Any]) -> It
         Failure: Exit.STORAGE, when the folder cannot be written; Exit.USAGE, when another process trains in it, or it
             belongs to a run that was given something else.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise storage.refusal(error, "keep a run", folder) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            message = f"another process is training in `{folder}`"
-            raise Failure(Exit.USAGE, message, hint="name another folder with `--run`") from None
+    message = f"another process is training in `{folder}`"
+    busy = Failure(Exit.USAGE, message, hint="name another folder with `--run`")
+    with storage.held(folder / ".lock", "keep a run", busy):
         before = _read(folder / GIVEN)
         if before is not None and before != given:
             raise Failure(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -30,6 +31,27 @@ def refusal(error: OSError, doing: str, path: Path) -> Failure:
         errno.EDQUOT: "free some space and start again: the run goes on from its newest checkpoint",
     }
     return Failure(Exit.STORAGE, f"cannot {doing} in `{path}`: {reason}", hint=hints.get(error.errno or 0))
+
+
+@contextlib.contextmanager
+def held(lock: Path, doing: str, busy: Failure) -> Iterator[None]:
+    """Hold a lock file, its folder made if need be, against other processes until the block ends, however it ends.
+
+    Raises:
+        Failure: Exit.STORAGE, when the folder cannot be written, with what was being done; `busy`, when another
+            process holds the file.
+    """
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("w")
+    except OSError as error:
+        raise refusal(error, doing, lock.parent) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise busy from None
+        yield
 
 
 def sync(path: Path) -> None:
