@@ -132,3 +132,15 @@ def gpu_host(*cards: Card, driver: str | None = "580.159.04", **facts: Any) -> H
     return host(
         nvidia=Nvidia(driver=driver, driver_from="/sys/module/nvidia/version", cards=cards, **{**usual, **facts})
     )
+
+
+def card(host: Path, driver: str, *names: str) -> Path:
+    """Let a host's root, a folder, have a driver and cards."""
+    version = host / "sys/module/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text(f"{driver}\n")
+    for number, name in enumerate(names):
+        place = host / f"proc/driver/nvidia/gpus/0000:0{number}:00.0"
+        place.mkdir(parents=True)
+        (place / "information").write_text(f"Model: \t\t {name}\nDevice Minor: \t {number}\n")
+    return host

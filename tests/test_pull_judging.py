@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from hosts import card
 from test_labels import GOOD
 
 from env import labels, pull, push
@@ -14,18 +15,6 @@ from env.errors import Exit, Failure
 
 PIN = "registry.example/dflash@sha256:" + "a" * 64
 STRICT = argparse.Namespace(allow_other_lock=False, allow_cold=False)
-
-
-def card(host: Path, driver: str, *names: str) -> Path:
-    """Let a host have a driver and cards."""
-    version = host / "sys/module/nvidia/version"
-    version.parent.mkdir(parents=True)
-    version.write_text(f"{driver}\n")
-    for number, name in enumerate(names):
-        place = host / f"proc/driver/nvidia/gpus/0000:0{number}:00.0"
-        place.mkdir(parents=True)
-        (place / "information").write_text(f"Model: \t\t {name}\nDevice Minor: \t {number}\n")
-    return host
 
 
 @pytest.fixture(autouse=True)

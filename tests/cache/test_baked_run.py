@@ -64,9 +64,6 @@ class Baked:
             "PYTHONPATH": str(ROOT),
             "DFLASH_CACHE_HOME": str(self.home),
             "OMP_NUM_THREADS": "1",
-            # else each process tries each instruction set by a compilation
-            "TORCHINDUCTOR_VEC_ISA_OK": "1",
-            "DFLASH_KEEP": "TORCHINDUCTOR_VEC_ISA_OK",
         }
         self.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
 

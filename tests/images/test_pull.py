@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from engine import Engine, engine, registry
+from hosts import card
 from toys import LABELS, Keys, build, make_keys, other, slow, use
 
 from env import pull, remote
@@ -49,18 +50,6 @@ def clear(node: Engine) -> None:
     for each in images(node):
         node.docker("image", "rm", "--force", each, check=False)
     assert images(node) == []
-
-
-def card(host: Path, driver: str, *names: str) -> Path:
-    """Let a host have a driver and cards."""
-    version = host / "sys/module/nvidia/version"
-    version.parent.mkdir(parents=True)
-    version.write_text(f"{driver}\n")
-    for number, name in enumerate(names):
-        place = host / f"proc/driver/nvidia/gpus/0000:0{number}:00.0"
-        place.mkdir(parents=True)
-        (place / "information").write_text(f"Model: \t\t {name}\nDevice Minor: \t {number}\n")
-    return host
 
 
 def refused(host: Path, node: Engine, *argv: str) -> Failure:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from engine import Engine, registry
-from test_pull import blob, card, clear, flip, images, shipped, small
+from hosts import card
+from test_pull import blob, clear, flip, images, shipped, small
 from toys import Keys, build, make_keys, use
 
 from env import pull, push, remote
