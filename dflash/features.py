@@ -73,6 +73,9 @@ class Shelved:
     Of the target it needs the tables only.
     """
 
+    busy = None
+    """Nobody works for it."""
+
     def __init__(self, kept: Kept, target: Target, device: torch.device) -> None:
         self.kept, self.device = kept, device
         dtype = kept.read([0]).dtype

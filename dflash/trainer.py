@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,6 +86,10 @@ class Supply(Protocol):
     """(V, H), on the device and in the dtype of training."""
     head: Tensor
     """(V, H), likewise."""
+
+    @property
+    def busy(self) -> Mapping[int, float] | None:
+        """Share of its time that each target worker worked of late, as far as heard; None where there is none."""
 
     def features(self, reading: Pass) -> Tensor:
         """Tapped hidden states (b, S, K*H) of a pass, on the device and in the dtype of training."""
@@ -310,10 +314,10 @@ def _require_one_mind(team: Team, begun: int) -> None:
 def _together(place: Place, source: Supply, stop: Stop) -> tuple[dict[str, float], bool]:
     """Who waited for whom so far, and whether anybody was asked to stop: the same answer for every drafter."""
     team, pulse = place.team, place.pulse
-    if team.size == 1 and not hasattr(source, "busy"):
+    if team.size == 1 and source.busy is None:
         return {}, stop.asked()
     elapsed = max(time.monotonic() - pulse.begun, 1e-9)
-    heard: dict[int, float] = getattr(source, "busy", {})
+    heard = source.busy or {}
     mine = torch.tensor(
         [
             float(stop.asked()),
@@ -378,6 +382,9 @@ def recompute(drafter: Drafter) -> None:
 
 class Borrowed:
     """Features computed where the drafter trains, by a target of its own."""
+
+    busy = None
+    """Nobody works for it."""
 
     def __init__(self, target: Target, device: torch.device, settings: config.Config) -> None:
         from dflash import target as targets

@@ -143,6 +143,8 @@ def test_features_of_another_pass_or_of_other_tokens_are_refused() -> None:
 class Source:
     """Features that depend on the pass alone; `spoilt` passes have one that is no number."""
 
+    busy = None
+
     def __init__(self, settings: config.Config, spoilt: tuple[int, ...] = ()) -> None:
         generator = torch.Generator().manual_seed(0)
         sizes = settings.drafter

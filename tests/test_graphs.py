@@ -63,6 +63,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
 class Borrowed:
     """What a trainer borrows, without a target."""
 
+    busy = None
+
     def __init__(self, settings: config.Config) -> None:
         generator = torch.Generator().manual_seed(0)
         sizes = settings.drafter
