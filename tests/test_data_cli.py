@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import chatting
+import micro
 import pytest
 import torch
 
@@ -19,31 +20,12 @@ from dflash import cli, features, target
 from env.errors import Exit
 
 ROOT = Path(__file__).parent.parent
-MICRO = """
-preset = "tiny"
-[drafter]
-hidden_size = 64
-intermediate_size = 96
-heads = 2
-kv_heads = 1
-head_dim = 32
-vocab_size = 288
-[shapes]
-rows = 2
-sequence = 128
-anchors = 8
-[loss]
-chunk_blocks = 16
-[optimizer]
-epochs = 1
-accumulate = 2
-[data]
-prompts = 0
-[evaluation]
-prompts = 2
-prompt_tokens = 16
-response_tokens = 16
-"""
+MICRO = micro.toml(
+    drafter={"vocab_size": 288},
+    optimizer={"epochs": 1, "accumulate": 2},
+    data={"prompts": 0},
+    evaluation={"prompts": 2, "prompt_tokens": 16, "response_tokens": 16},
+)
 
 
 @pytest.fixture(scope="module")

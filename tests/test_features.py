@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import chatting
+import micro
 import pytest
 import torch
 
@@ -17,24 +18,10 @@ from dflash.preparing import Recipe
 from env.errors import Exit, Failure
 
 RECIPE = Recipe(sequence=128, held_out=2, prompt_tokens=16, faulty=0.1)
-TABLES = """
-preset = "tiny"
-[drafter]
-hidden_size = 64
-intermediate_size = 96
-heads = 2
-kv_heads = 1
-head_dim = 32
-vocab_size = 288
-[shapes]
-rows = 2
-sequence = 128
-anchors = 8
-[loss]
-chunk_blocks = 16
-[data]
-prompts = 0
-"""
+TABLES = micro.toml(
+    drafter={"vocab_size": 288},
+    data={"prompts": 0},
+)
 
 
 @pytest.fixture(scope="module")

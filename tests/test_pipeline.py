@@ -11,43 +11,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import micro
 import pytest
 
 from env.errors import Exit
 
 ROOT = Path(__file__).parent.parent
-MICRO = """
-preset = "tiny"
-[drafter]
-hidden_size = 64
-intermediate_size = 96
-heads = 2
-kv_heads = 1
-head_dim = 32
-[shapes]
-rows = 2
-sequence = 128
-anchors = 8
-[loss]
-chunk_blocks = 16
-[optimizer]
-epochs = 2
-[checkpoint]
-every = 4
-[target]
-rows = 4
-sequence = 64
-steps = 12
-intermediate_size = 96
-[data]
-prompts = 24
-prompt_tokens = 32
-response_tokens = 32
-[evaluation]
-prompts = 2
-prompt_tokens = 32
-response_tokens = 32
-"""
+MICRO = micro.toml(
+    optimizer={"epochs": 2},
+    checkpoint={"every": 4},
+    target={"rows": 4, "sequence": 64, "steps": 12, "intermediate_size": 96},
+    data={"prompts": 24, "prompt_tokens": 32, "response_tokens": 32},
+    evaluation={"prompts": 2, "prompt_tokens": 32, "response_tokens": 32},
+)
 
 
 class Trainer:

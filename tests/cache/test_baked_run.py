@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import micro
 import pytest
 import torch
 from caches import make_sealed
@@ -19,37 +20,13 @@ from env.errors import Exit
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(1500)  # a minute of one core's work, much longer where cores are shared
-SMALL = """
-preset = "tiny"
-[drafter]
-hidden_size = 64
-intermediate_size = 96
-layers = 1
-heads = 2
-kv_heads = 1
-head_dim = 32
-[shapes]
-rows = 2
-sequence = 128
-anchors = 8
-[loss]
-chunk_blocks = 16
-[optimizer]
-epochs = 1
-[target]
-rows = 2
-sequence = 64
-steps = 2
-intermediate_size = 96
-[data]
-prompts = 4
-prompt_tokens = 32
-response_tokens = 32
-[evaluation]
-prompts = 2
-prompt_tokens = 32
-response_tokens = 32
-"""
+SMALL = micro.toml(
+    drafter={"layers": 1},
+    optimizer={"epochs": 1},
+    target={"rows": 2, "sequence": 64, "steps": 2, "intermediate_size": 96},
+    data={"prompts": 4, "prompt_tokens": 32, "response_tokens": 32},
+    evaluation={"prompts": 2, "prompt_tokens": 32, "response_tokens": 32},
+)
 
 
 class Baked:
