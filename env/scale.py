@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from env import remote
 from env.errors import Exit
 
-LAYERS = (110.4, 410.5, 347.0, 466.5, 632.6, 175.8, 480.2, 141.6, 0.3, 32.3, 2.6, 1.3)
+LAYERS = (110.4, 410.5, 347.0, 466.5, 632.6, 175.8, 480.2, 141.6, 0.3, 32.3, 2.6, 1.5)
 """MB of each layer of an image of cu130 with kernels for two cards, the lowest first, as `nox -s image` built it."""
 
 COLD, SEEDED, WARM = 16.21, 2.86, 1.08
