@@ -309,9 +309,10 @@ def spread(course: Course, plan: Plan, name: str, rows: data.Packed, target: tar
         with course.phases.measured("drafter"):
             launch.run(plan, job(request, plan, folder, name, course.status), course.stop, say=say, places=places)
         module.to(course.device)
-        if newest(places) < total:
+        if (kept := newest(places)) < total:
             course.stop.ask(signal.SIGTERM)  # another node was asked
-            raise course.stop.stopped(f"step {newest(places)} of {total} is saved in `{places}`")
+            saved = f"step {kept} of {total} is saved in `{places}`"
+            raise course.stop.stopped(saved if kept else f"none of {total} steps was trained yet")
     drafter = Drafter(request.settings.drafter).to(course.device)
     checkpoint.resume(places, drafter, trainer.make_optimizers(drafter, request.settings.optimizer))
     return trainer.Outcome(drafter=drafter, steps=total, caches=None)
@@ -329,7 +330,8 @@ def help_out(request: Request, plan: Plan) -> None:
         launch.wait_for_job(wanted, plan.nodes, say, stop)
         launch.run(plan, wanted, stop, say=say, places=folder / "checkpoints")
         if stop.asked():
-            raise stop.stopped(f"step {newest(folder / 'checkpoints')} is saved in `{folder}`")
+            kept = newest(folder / "checkpoints")
+            raise stop.stopped(f"step {kept} is saved in `{folder}`" if kept else "no step was trained yet")
 
 
 def job(request: Request, plan: Plan, folder: Path, name: str, status: str) -> Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -52,7 +53,8 @@ def work(job: Job, stop: Stop) -> None:
     drafters = dist.new_group([shape.drafter_rank(number) for number in range(shape.drafters)], timeout=FOREVER)
     assert drafters is not None
     if role.drafts:
-        _draft(job, role, rank, device, Processes(role.number, shape.drafters, drafters, pulse), pulse, stop, board)
+        team = Processes(role.number, shape.drafters, drafters, pulse)
+        _draft(job, role, rank, device, team, pulse, stop, board, watch.first_step)
     else:
         _serve(job, role, rank, device, pulse)
     with pulse.wait("waiting for the others to end", "drafters"), flow.lost("at the end"):
@@ -84,6 +86,7 @@ def _draft(
     pulse: Pulse,
     stop: Stop,
     board: PrefixStore,
+    first: Callable[[], None],
 ) -> None:
     settings, rows = job.settings, job.packed()
     total = passes.total_steps(len(rows.tokens), settings)
@@ -102,7 +105,7 @@ def _draft(
     def received(begun: int) -> trainer.Supply:
         return Received(job, role, rank, device, begun, total, pulse)
 
-    with status_line(job, total) if role.number == 0 else nullcontext(lambda _: None) as watch:
+    with status_line(job, total, first) if role.number == 0 else nullcontext(lambda _: None) as watch:
         try:
             outcome = trainer.train(
                 settings,

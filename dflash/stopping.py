@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: noted when they come, answered where a run can be left whole.
 
 While a first step compiles, which may take minutes, nothing is in memory that is not on the disk: there they are
-answered at once.
+answered at once, by one process alone here, and by the workers of a spread run as `dflash.watch` has them agree.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from env.errors import Exit
 
@@ -97,13 +98,37 @@ def tell(code: Exit, where: str) -> int:
 def _end_on_signal(reader: int, where: str) -> None:
     while number := os.read(reader, 1):
         if number[0] in CODES:
-            if sys.stderr.isatty():
-                sys.stderr.write("\x1b[?25h\n")  # a progress bar has hidden the cursor
-            code = tell(CODES[signal.Signals(number[0])], where)
-            for child in descendants(os.getpid()):  # compilers, which would go on for nobody
-                with suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-            os._exit(code)
+            leave(lambda: tell(CODES[signal.Signals(number[0])], where))
+
+
+def leave(last: Callable[[], int]) -> NoReturn:
+    """End the process at once with the code that `last` gives, and whatever it has started with it."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h\n")  # a progress bar has hidden the cursor
+    code = last()
+    for child in descendants(os.getpid()):  # compilers, which would go on for nobody
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    os._exit(code)
+
+
+def hear(stop: Stop) -> None:
+    """Note SIGINT and SIGTERM from now on, also while the main thread is in something that no handler interrupts.
+
+    As a collective of torch is, or a compilation. A second signal changes nothing: a worker's agent kills.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in CODES:
+        signal.signal(number, lambda *_: None)  # Python writes to the pipe only where there is a handler
+    threading.Thread(target=_note, args=(reader, stop), name="signals", daemon=True).start()
+
+
+def _note(reader: int, stop: Stop) -> None:
+    while number := os.read(reader, 1):
+        if number[0] in CODES:
+            stop.ask(number[0])
 
 
 def descendants(process: int) -> list[int]:

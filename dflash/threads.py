@@ -77,7 +77,7 @@ def work(job: Job, stop: Stop) -> None:
     for device in drafting:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             warm_up(house.settings, device)
-    with status_line(job, house.total) as told, strict():
+    with status_line(job, house.total, watch.first_step) as told, strict():
         threads = []
         for rank, device in enumerate(house.devices):
             role = house.shape.role(rank)

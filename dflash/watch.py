@@ -9,6 +9,10 @@ others. It ends the process, first saying why and where every thread stands, whe
 - the store does not answer, or the launcher has gone.
 
 The launcher then ends the others and starts all of them again from the last checkpoint.
+
+It also answers a request to stop for which the worker has no ear: until the first step is done, which may have to
+compile for minutes, nothing is in memory that is not on the disk, so all end at once. From then on they end the step
+they are at, and save. Which of the two it is, is one decision for all workers: whatever came first in the store.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from dflash.pulse import Pulse
-from dflash.stopping import Stop
+from dflash.stopping import Stop, leave
+from env.errors import Exit
 
 BEAT = 1.0
 """Seconds between two beats."""
@@ -45,6 +50,10 @@ LOST = 71
 """Exit code of a worker that has lost a peer: whatever happened, happened there."""
 
 
+STOP, STEP = "stop", "step"
+"""What may come first: a request to stop, or the end of the first step."""
+
+
 class Board(Protocol):
     """What the watch needs of a store that all workers reach."""
 
@@ -56,6 +65,9 @@ class Board(Protocol):
 
     def check(self, keys: list[str]) -> bool:
         """Whether all of them exist."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write if the key holds what is expected, or is not there and nothing is; what it holds then."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -125,6 +137,9 @@ class Watch(threading.Thread):
         self._parent = os.getppid()
         self._begun = self._answered = now
         self._complete = not self._peers
+        self._lock = threading.Lock()
+        self._first = ""
+        self._saves = self._answering = False
         self.over = threading.Event()
 
     def run(self) -> None:
@@ -136,6 +151,8 @@ class Watch(threading.Thread):
             name, now = self._pulses[0].name, time.monotonic()
             if os.getppid() != self._parent:
                 end(LOST, f"the launcher of {name} has gone")
+            if self._board is None and self._stop_asked.asked():
+                self._answer()
             if self._board is not None and now - self._answered > SILENCE:
                 end(LOST, f"{name}: the host of the workers' store has not answered for {now - self._answered:.0f} s")
             for pulse in self._pulses:
@@ -150,6 +167,31 @@ class Watch(threading.Thread):
             with contextlib.suppress(RuntimeError, OSError):  # whether it answers is judged by when it last did
                 self._exchange(board, beats)
                 self._answered = time.monotonic()
+
+    def first_step(self) -> None:
+        """Say that the first step of this start is done: called by drafter 0, before it tells anybody else."""
+        self._saves = True
+        with contextlib.suppress(RuntimeError, OSError):  # a store that does not answer is noticed elsewhere
+            if self._came_first(STEP) == STOP:
+                leave(lambda: int(Exit.DONE))
+
+    def _answer(self) -> None:
+        """Answer a request to stop, once."""
+        if self._answering or self.over.is_set():
+            return
+        if self._came_first(STOP) == STOP:
+            leave(lambda: int(Exit.DONE))  # the launcher says what a rerun goes on from
+        self._answering = True
+        if self._saves:
+            print("asked to stop: all end the step that they are at, and save", file=sys.stderr, flush=True)
+
+    def _came_first(self, event: str) -> str:
+        """Which of `STOP` and `STEP` came first, `event` if none did before: the same answer for all workers."""
+        if self._board is not None:
+            return self._board.compare_set("first", "", event).decode()
+        with self._lock:
+            self._first = self._first or event
+            return self._first
 
     def _beside(self, pulse: Pulse, now: float) -> list[Peer]:
         """The other workers of this process."""
@@ -166,6 +208,8 @@ class Watch(threading.Thread):
             board.set("stop", str(int(self._stop_asked.signal)))
         elif board.check(["stop"]):
             self._stop_asked.ask(int(board.multi_get(["stop"])[0]))
+        if self._stop_asked.asked():
+            self._answer()
         if self._ended is not None and board.check(["ended"]):
             self._ended()
         others = list(self._peers)

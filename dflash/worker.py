@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash import config
-from dflash.stopping import Stop, Stopped
+from dflash.stopping import Stop, Stopped, hear
 from dflash.topology import Topology
 from env.errors import Exit, Failure, report
 
@@ -87,8 +86,7 @@ def main(argv: Sequence[str]) -> int:
     """Be the worker that the environment names, and return its exit code."""
     job = Job(**json.loads(Path(argv[0]).read_text(encoding="utf-8")))
     stop = Stop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _frame: stop.ask(number))  # a second one changes nothing: the agent kills
+    hear(stop)
     if job.launcher == "processes":
         own_gpu(os.environ, int(os.environ["LOCAL_RANK"]))
     try:
@@ -129,13 +127,21 @@ def _ended_by(error: Exception) -> int:
 
 
 @contextlib.contextmanager
-def status_line(job: Job, total: int) -> Iterator[Callable[[Step], None]]:
-    """The progress of training, drawn by drafter 0; yields what it must be told of each step."""
+def status_line(job: Job, total: int, first: Callable[[], None]) -> Iterator[Callable[[Step], None]]:
+    """The progress of training, drawn by drafter 0; yields what it must be told of each step.
+
+    `first` is called before anything else when this start's first step is done, and there is something to lose.
+    """
     from dflash import progress
 
+    begun = False
     with progress.track("training the drafter", total, status=job.status) as bar:
 
         def watch(step: Step) -> None:
+            nonlocal begun
+            if not begun:
+                first()
+            begun = True
             bar.done = step.step - 1
             bar.advance(loss=step.loss, tokens=step.tokens, note=step.note)
 

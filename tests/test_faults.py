@@ -8,14 +8,17 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from launching import STEPS, World, ended, lines, same, wait_for, workers
+from torch._C._distributed_c10d import HashStore
 
 from dflash import watch, worker
 from dflash.pulse import Pulse
+from dflash.stopping import Stop, descendants
 from dflash.watch import HUNG, LOST, Peer
 from env.errors import Exit
 
@@ -81,6 +84,27 @@ def test_a_beat_is_taken_down_as_news_only_when_it_is() -> None:
     assert (peer.heard, peer.moved) == (30.0, 10.0)
 
 
+@pytest.mark.parametrize("events", [("stop", "step"), ("step", "stop")])
+def test_a_stop_and_the_end_of_the_first_step_are_put_in_one_order_for_all(
+    events: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def left(_last: Callable[[], int]) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(watch, "leave", left)
+    shared = HashStore()
+    for stores in ([shared, shared], [None]):  # processes with a store, threads with one watch
+        stop = Stop()
+        stop.ask(signal.SIGTERM)
+        watches = [watch.Watch([Pulse("a worker")], stop, board=store) for store in stores]
+        turns = {"stop": [each._answer for each in watches], "step": [watches[0].first_step]}
+        for turn in (*turns[events[0]], *turns[events[1]]):
+            with pytest.raises(SystemExit) if events[0] == "stop" else nullcontext():
+                turn()
+        said = capsys.readouterr().err
+        assert said == ("" if events[0] == "stop" else "asked to stop: all end the step that they are at, and save\n")
+
+
 @pytest.mark.parametrize(
     ("visible", "local", "own"), [(None, 3, "3"), ("4,5,6", 1, "5"), ("GPU-a,GPU-b", 0, "GPU-a"), ("7", 1, "")]
 )
@@ -130,6 +154,29 @@ def test_sigterm_stops_all_after_the_same_step_and_the_rerun_ends_as_if_nothing_
     done = lines(run)
     assert (run / "checkpoints" / f"step-{done:08d}").is_dir()
     assert same(world.train("asked", "1:2"), whole)
+
+
+@pytest.mark.parametrize(("launcher", "number"), [("processes", signal.SIGINT), ("threads", signal.SIGTERM)])
+def test_a_stop_while_the_first_step_compiles_is_answered_at_once_since_nothing_can_be_lost(
+    world: World, launcher: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    """Compiling this step into an empty cache takes longer than the test allows."""
+    run = world.folder / f"hurried-{launcher}"
+    empty = ("env", f"DFLASH_CACHE_HOME={tmp_path}")
+    process = world.start(run.name, "1:2", f'launcher="{launcher}"', prefix=empty)
+    wait_for(lambda: any(tmp_path.glob("cold/*/fxgraph")) or any(tmp_path.glob("cold/*/*/*.cpp")), process)
+    all_of_them = [
+        *workers(process).values(),
+        *(child for pid in workers(process).values() for child in descendants(pid)),
+    ]
+    process.send_signal(number)
+    begun = time.monotonic()
+    code, said = ended(process)
+    assert time.monotonic() - begun < 15
+    assert code == {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.TERMINATED}[number], said
+    assert "Traceback" not in said
+    assert lines(run) == 0
+    assert not [pid for pid in all_of_them if Path(f"/proc/{pid}").exists()]
 
 
 def test_a_failure_that_is_final_is_said_once_and_not_tried_again(world: World, whole: Path) -> None:
