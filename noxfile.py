@@ -39,7 +39,7 @@ def train(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def data(session: nox.Session) -> None:
-    """Prepare chats, rewrite their responses, keep features of them: -- prepare | regenerate | features [--help]"""
+    """Prepare chats, rewrite their responses, keep features of them: -- prepare | regenerate | features | prune"""
     run(session, "launch", "dflash", "data", *session.posargs, alone=True)
 
 

@@ -1,4 +1,4 @@
-"""The command line of data: chats are prepared, their responses rewritten, a target's features of them kept."""
+"""The command line of data: chats are prepared, their responses rewritten, a target's features of them kept; freed."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ Examples:
   nox -s data -- regenerate --target T --data chats.jsonl --out ours.jsonl   the target's own responses
 
   nox -s data -- features --target T --data ours.jsonl --out features        for `train --features features`
+
+  nox -s data -- prune --older-than 30 --yes                                 free prepared data unused for so many days
 
 Each goes on where it was stopped or killed when the same command is given again.
 """
@@ -67,7 +69,7 @@ def prepare(
     from dflash import config as configs
 
     settings = configs.load(config)
-    from dflash import prepared, sources
+    from dflash import prepared, stock
     from dflash import target as targets
     from dflash.rendering import Renderer
     from dflash.stopping import listening
@@ -79,7 +81,7 @@ def prepare(
             data,
             stop,
             lambda watch: prepared.prepare(
-                data, whole, _recipe(settings, faulty), sources.home(say), watch=watch, say=say
+                data, whole, _recipe(settings, faulty), stock.home(say), watch=watch, say=say
             ),
         )
     prepared.report(rows, say)
@@ -170,6 +172,33 @@ def features(
             kept.write(settings, whole, rows, out, watch=watch, say=say)
             bar.done = total
     print(out)
+
+
+@app.command(epilog=EPILOG)
+def prune(
+    keep: Annotated[int, typer.Option(min=0, help="Keep the so many last used.")] = 0,
+    older_than: Annotated[
+        float | None, typer.Option(min=0, metavar="DAYS", help="Only those unused for so many days.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it.")] = False,
+) -> None:
+    """Free prepared data. Shows what it would free, with size and age, unless --yes is given.
+
+    What a process reads or makes at the moment stays. A run keeps its own hold of the rows that it trains on.
+    """
+    from dflash import stock
+    from env.cache.cli import age, megabytes
+
+    days = None if older_than is None else older_than * 86400
+    going = stock.doomed(stock.entries(stock.home(say)), keep=keep, older_than=days)
+    freed = 0
+    for entry in going:
+        stays = stock.free(entry) if yes else None
+        freed += 0 if stays else entry.size
+        what = f"kept, {stays}" if stays else ("freed" if yes else "would be freed")
+        print(f"{what}: {entry.path}  {megabytes(entry.size)}, last used {age(entry.used)} ago, {entry.what}")
+    verb = "freed" if yes else "would be freed; `--yes` does it"
+    print(f"{megabytes(freed)} {verb}" if going else "nothing to free")
 
 
 def say(line: str) -> None:

@@ -12,7 +12,9 @@ import fcntl
 import hashlib
 import inspect
 import json
+import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,13 +24,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dflash import chats, data, preparing, rendering, shards, storage
+from dflash import chats, data, preparing, rendering, shards, stock, storage
 from dflash.chats import Faults
 from dflash.preparing import Recipe
 from dflash.rendering import Renderer
+from env.cache import store
 from env.errors import Exit, Failure
 
-MANIFEST = "manifest.json"
+MANIFEST = stock.MANIFEST
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +140,7 @@ def prepare(
     """The packed rows of a file or a folder of JSON lines: found under `home`, or made there.
 
     Several processes may ask at once: one makes them, the others wait for it. What a process that was killed had begun
-    is thrown away.
+    is thrown away. While the rows can be read, no prune frees them.
 
     Args:
         path: a .jsonl file, or a folder of them.
@@ -155,7 +158,9 @@ def prepare(
     content = chats.digest(files)
     name = key(content, renderer, recipe)
     folder = home / name[:32]
-    with _held(home, name[:32], say):
+    with contextlib.ExitStack() as reading, _held(home, name[:32], say):
+        if (used := store.use(folder)) is not None:
+            reading.callback(os.close, used)
         if not (folder / MANIFEST).exists():
             for stale in home.glob(f".{name[:32]}.*"):
                 if stale.is_dir():
@@ -168,8 +173,9 @@ def prepare(
                 (beside / MANIFEST).write_bytes(shards.sealed(manifest))
         else:
             say(f"these data were prepared before: `{folder}`")
-    rows = opened(folder, name)
-    preparing.judge(files, rows.faults, rows.lines, rows.documents, recipe.faulty)
+        rows = opened(folder, name)
+        preparing.judge(files, rows.faults, rows.lines, rows.documents, recipe.faulty)
+        weakref.finalize(rows.shelf, reading.pop_all().close)
     return rows
 
 

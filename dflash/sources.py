@@ -8,28 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dflash import chats, config, data, features, prepared, run, storage
+from dflash import chats, config, data, features, prepared, run, stock, storage
 from dflash import target as targets
 from dflash.prepared import Stored
 from dflash.preparing import Recipe
 from dflash.rendering import Renderer
 from dflash.target import Target
-from env.cache import places
-
-FOLDER = "data"
-"""Where prepared data lie below the folder of this user's caches."""
-
-
-def home(say: Callable[[str], None]) -> Path:
-    """The folder of prepared data.
-
-    Raises:
-        Failure: Exit.STORAGE, when there is none that this user can write.
-    """
-    found = places.cache_home()
-    if found.notice:
-        say(found.notice)
-    return found.path / FOLDER
 
 
 def recipe(settings: config.Config, faulty: float) -> Recipe:
@@ -62,7 +46,7 @@ def stored(
         ends=targets.stop_tokens(target),
         sequence=settings.shapes.sequence,
     )
-    rows = prepared.prepare(path, whole, recipe(settings, faulty), home(say), watch=watch, say=say)
+    rows = prepared.prepare(path, whole, recipe(settings, faulty), stock.home(say), watch=watch, say=say)
     prepared.report(rows, say)
     return rows
 

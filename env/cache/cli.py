@@ -200,8 +200,8 @@ def _list(options: argparse.Namespace) -> int:
     if not rows:
         print(f"no caches in {home}")
     for row in rows:
-        size, age = _megabytes(int(row["size"])), _age(float(row["used"]))
-        print(f"{row['kind']:<7} {row['cache_id'][:16]}  {size:>9}  {age:>8}  {row['gpu']}  {row['path']}")
+        size, ago = megabytes(int(row["size"])), age(float(row["used"]))
+        print(f"{row['kind']:<7} {row['cache_id'][:16]}  {size:>9}  {ago:>8}  {row['gpu']}  {row['path']}")
         for reason in row["reasons"]:
             print(f"        {reason}")
     if rows and wanted is None:
@@ -254,7 +254,7 @@ def _seal(options: argparse.Namespace) -> int:
         key=options.key,
         trust=home / "trust",
     )
-    print(f"{place}  {len(manifest.files)} files, {_megabytes(manifest.size)}, digest {manifest.digest}")
+    print(f"{place}  {len(manifest.files)} files, {megabytes(manifest.size)}, digest {manifest.digest}")
     return int(Exit.DONE)
 
 
@@ -318,9 +318,9 @@ def _prune(options: argparse.Namespace) -> int:
         stays = store.free(cache) if options.yes else None
         freed += 0 if stays else cache.size
         what = f"kept, {stays}" if stays else ("freed" if options.yes else "would be freed")
-        print(f"{what}: {cache.path}  {_megabytes(cache.size)}, last used {_age(cache.used)} ago")
+        print(f"{what}: {cache.path}  {megabytes(cache.size)}, last used {age(cache.used)} ago")
     verb = "freed" if options.yes else "would be freed; `--yes` does it"
-    print(f"{_megabytes(freed)} {verb}" if going else "nothing to free")
+    print(f"{megabytes(freed)} {verb}" if going else "nothing to free")
     return int(Exit.DONE)
 
 
@@ -334,10 +334,12 @@ def _trust(options: argparse.Namespace) -> int:
     return int(Exit.DONE)
 
 
-def _megabytes(size: int) -> str:
+def megabytes(size: int) -> str:
+    """A size in bytes, as these commands print it."""
     return f"{size / 1e6:.1f} MB"
 
 
-def _age(used: float) -> str:
+def age(used: float) -> str:
+    """How long ago that was, in seconds since 1970, as these commands print it."""
     hours = max(0.0, time.time() - used) / 3600
     return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.0f} days"
