@@ -92,6 +92,12 @@ def verify(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Measure against what this machine can do at most, and against peers: -- [NAME...] [--config NAME | --list]"""
+    run(session, "launch", "dflash", "bench", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def cache(session: nox.Session) -> None:
     """Look at compile caches, check them, free them: -- list | verify | explain | prune | trust"""
     run(session, "cache", *session.posargs)

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from dflash import cli_data
+from dflash import cli_bench, cli_data
 from dflash.stopping import Stopped, tell
 from env.errors import Exit, Failure, report
 
@@ -64,6 +64,7 @@ app = typer.Typer(
     help="Train DFlash drafters.",
 )
 app.add_typer(cli_data.app, name="data")
+app.command(epilog=cli_bench.EXAMPLES)(cli_bench.bench)
 
 
 @app.command(epilog=EXAMPLES)
@@ -214,7 +215,7 @@ def verify(
 
 
 def _session(argv: Sequence[str]) -> str:
-    return argv[0] if argv and argv[0] in {"data", "verify"} else "train"
+    return argv[0] if argv and argv[0] in {"bench", "data", "verify"} else "train"
 
 
 def full_output(probe: bytes = b"") -> Failure | None:

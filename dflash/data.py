@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import safetensors
 import torch
 from safetensors.torch import save
@@ -138,21 +139,22 @@ def pack(samples: Sequence[Sample], sequence: int) -> Rows:
 
 
 def _filled(samples: Sequence[Sample], lengths: Sequence[int], rows: Sequence[Sequence[int]], sequence: int) -> Rows:
-    tokens = torch.zeros(len(rows), sequence, dtype=torch.int64)
-    document = torch.full((len(rows), sequence), PADDING, dtype=torch.int32)
-    response = torch.zeros(len(rows), sequence, dtype=torch.bool)
+    # as arrays: cutting a tensor takes longer than copying what was cut, and there may be thousands of documents
+    tokens = np.zeros((len(rows), sequence), np.int64)
+    document = np.full((len(rows), sequence), PADDING, np.int32)
+    response = np.zeros((len(rows), sequence), np.bool_)
     for row, members in enumerate(rows):
         start = 0
         for number, index in enumerate(members):
-            place = slice(start, start + lengths[index])
-            tokens[row, place] = samples[index].tokens[: lengths[index]]
-            response[row, place] = samples[index].response[: lengths[index]]
-            document[row, place] = number
-            start += lengths[index]
+            end = start + lengths[index]
+            tokens[row, start:end] = samples[index].tokens.numpy()[: lengths[index]]
+            response[row, start:end] = samples[index].response.numpy()[: lengths[index]]
+            document[row, start:end] = number
+            start = end
     return Rows(
-        tokens=tokens,
-        document=document,
-        response=response,
+        tokens=torch.from_numpy(tokens),
+        document=torch.from_numpy(document),
+        response=torch.from_numpy(response),
         documents=sum(map(len, rows)),
         truncated=sum(len(sample.tokens) > sequence for sample in samples),
         empty=sum(length == 0 for length in lengths),

@@ -32,6 +32,7 @@ SESSIONS = [
     "base",
     "image",
     "verify",
+    "bench",
     "cache",
     "push",
     "pull",
