@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from dflash import cli_bench, cli_data
+from dflash import cli_bench, cli_data, shortage
 from dflash.stopping import Stopped, tell
 from env.errors import Exit, Failure, report
 
@@ -241,18 +241,33 @@ def main(argv: Sequence[str]) -> int:
     except Stopped as stopped:
         return tell(stopped.code, stopped.where)
     except USAGE_ERRORS as error:
-        said = error.format_message() if hasattr(error, "format_message") else str(error)
-        return report(Failure(Exit.USAGE, said, hint=f"`nox -s {_session(argv)} -- --help` lists what there is"))
+        return _misused(error, argv)
     except (typer.Abort, KeyboardInterrupt):
         return int(Exit.INTERRUPTED)
-    except OSError as error:
-        # an error without a file's name may be that of what was printed; then not even a line end can be written
-        if error.filename is None and (refused := full_output(b"\n")) is not None:
-            return report(refused)
-        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
-            place = f" in `{error.filename}`" if error.filename else ""
-            return report(Failure(Exit.STORAGE, f"cannot write{place}: {error.strerror}"))
-        raise
+    except Exception as error:
+        refused = _refused(error)
+        if refused is None:
+            raise
+        return report(refused)
     if (refused := full_output()) is not None:
         return report(refused)
     return int(code or 0)
+
+
+def _misused(error: Exception, argv: Sequence[str]) -> int:
+    said = error.format_message() if hasattr(error, "format_message") else str(error)
+    if not said:  # a command without its own: the help, which is all there is to say, has been printed
+        return int(Exit.USAGE)
+    return report(Failure(Exit.USAGE, said, hint=f"`nox -s {_session(argv)} -- --help` lists what there is"))
+
+
+def _refused(error: Exception) -> Failure | None:
+    """What an error that is no bug of ours comes to: a disk or a memory that is full; None for any other."""
+    if isinstance(error, OSError):
+        # an error without a file's name may be that of what was printed; then not even a line end can be written
+        if error.filename is None and (refused := full_output(b"\n")) is not None:
+            return refused
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
+            place = f" in `{error.filename}`" if error.filename else ""
+            return Failure(Exit.STORAGE, f"cannot write{place}: {error.strerror}")
+    return shortage.told(error)

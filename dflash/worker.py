@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash import config
+from dflash import config, shortage
 from dflash.stopping import Stop, Stopped, hear
 from dflash.topology import Topology
 from env.errors import Exit, Failure, report
@@ -122,6 +122,9 @@ def _ended_by(error: Exception) -> int:
         time.sleep(GRACE)  # whoever went down speaks first, and the agent ends this process meanwhile
         print(f"error: a worker has lost a peer: {first(error)}", file=sys.stderr, flush=True)
         return LOST
+    if (short := shortage.told(error)) is not None:
+        report(short)
+        return int(Exit.BUG)  # not final: what took the memory may be gone, and steps that were saved are not lost
     traceback.print_exc()
     return int(Exit.BUG)
 
