@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from env.errors import Exit
+from env.errors import Exit, speak
 
 CODES = {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.TERMINATED}
 
@@ -90,8 +90,7 @@ class Stop:
 
 def tell(code: Exit, where: str) -> int:
     """Say on standard error that a run has stopped and what a rerun goes on from; returns the exit code."""
-    print(f"stopped: {where}", file=sys.stderr)
-    print("hint: the same command goes on from there", file=sys.stderr, flush=True)
+    speak(f"stopped: {where}\nhint: the same command goes on from there")
     return int(code)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -59,8 +61,17 @@ class Failure(Exception):
 
 def report(failure: Failure) -> int:
     """Print a failure on standard error and return its exit code; readable without colour."""
-    print(visible(str(failure)), file=sys.stderr, flush=True)
+    speak(visible(str(failure)))
     return int(failure.code)
+
+
+def speak(text: str) -> None:
+    """Print the last words of a program on standard error; that nobody hears them does not change its exit code."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:  # whoever read has gone, or the disk is full; Python would stumble over the rest at its end
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def visible(text: str) -> str:

@@ -43,3 +43,14 @@ def test_a_full_standard_output_is_named() -> None:
     assert done.returncode == Exit.STORAGE
     assert done.stderr.startswith("error: cannot write to standard output: No space left on device\n")
     assert "Exception ignored" not in done.stderr
+
+
+def test_an_error_that_nobody_hears_keeps_its_exit_code() -> None:
+    """As in `... 2>&1 | head -1`, when head has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "import sys; from env.errors import *; sys.exit(report(Failure(Exit.INPUT, 'no')))"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, stderr=writer, check=False)
+    os.close(writer)
+    assert done.returncode == Exit.INPUT
