@@ -313,7 +313,12 @@ def parse(tables: dict[str, Any], source: str) -> Config:
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at `$")
         where = place.rstrip("`").lstrip(".")
-        raise Failure(Exit.USAGE, f"{source}: {where}: {what}" if where else f"{source}: {what}") from None
+        hint = None
+        if what.startswith("Invalid enum value"):
+            hint = f"may be {' or '.join(f'`{choice}`' for choice in _choices(where))}"
+        elif what.startswith("Object missing required field"):
+            hint = 'with `preset = "tiny"` as its first line, a file need only say what it changes'
+        raise Failure(Exit.USAGE, f"{source}: {where}: {what}" if where else f"{source}: {what}", hint=hint) from None
 
 
 def to_tables(config: Config) -> dict[str, Any]:
@@ -332,7 +337,7 @@ def _read(name: str) -> dict[str, Any]:
         hint = f"did you mean `--config {close[0]}`?" if close else f"presets are {known}; a file's name ends in .toml"
         raise Failure(Exit.USAGE, f"no configuration is called `{name}`", hint=hint)
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
     except FileNotFoundError:
         raise Failure(Exit.USAGE, f"the configuration `{name}` does not exist") from None
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not TOML, numbers of thousands of digits
@@ -353,6 +358,15 @@ def _overlay(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
         below = merged.get(key)
         merged[key] = _overlay(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return merged
+
+
+def _choices(place: str) -> tuple[str, ...]:
+    """The words that may stand at a place that holds one of several."""
+    kind: Any = Config
+    for name in place.split("."):
+        hint = get_type_hints(kind)[name]
+        kind = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), hint)
+    return get_args(kind)
 
 
 def _refuse_unknown(tables: dict[str, Any], record: type, source: str, place: str) -> None:

@@ -100,10 +100,31 @@ def test_an_impossible_value_is_refused_where_it_stands(changes: dict[str, dict[
     assert sentence in refused(tiny_with(**changes)).message
 
 
-def test_a_missing_table_is_named() -> None:
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"optimizer": {"kind": "sgd"}}, "may be `adamw` or `muon`"),
+        ({"precision": {"compute": "float16"}}, "may be `bfloat16` or `float32`"),
+    ],
+)
+def test_a_word_that_is_none_of_several_is_answered_with_those(
+    changes: dict[str, dict[str, object]], hint: str
+) -> None:
+    assert refused(tiny_with(**changes)).hint == hint
+
+
+def test_a_missing_table_is_named_and_that_a_preset_can_bring_it() -> None:
     tables = config.to_tables(config.load("tiny"))
     del tables["loss"]
-    assert "missing required field `loss`" in refused(tables).message
+    failure = refused(tables)
+    assert "missing required field `loss`" in failure.message
+    assert 'preset = "tiny"' in (failure.hint or "")
+
+
+def test_a_users_file_may_begin_with_a_mark_and_end_its_lines_with_cr_lf(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_bytes(b'\xef\xbb\xbfpreset = "tiny"\r\n[optimizer]\r\nepochs = 1\r\n')
+    assert config.load(str(file)).optimizer.epochs == 1
 
 
 def test_a_users_file_changes_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
