@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -142,11 +143,12 @@ def verified(
     _quieten()
     choice = store.choose(identity(settings, found), environ=HANDED)
     if choice.manifest is None:
+        card = " --gpu CARD" if found.type == "cuda" else ""
         raise Failure(
             Exit.CACHE,
             f"there is no baked cache to verify for this configuration on {found}",
-            details=choice.notices,
-            hint="`nox -s bake -- --config NAME [--gpu CARD]` makes one",
+            details=[notice for notice in choice.notices if notice != store.NONE_BAKED],
+            hint=f"`nox -s bake -- --config {shlex.quote(name)}{card}` makes one",
         )
     os.environ.update(choice.environ)
     outcome = replay.replay(settings, found)

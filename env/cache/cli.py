@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
             "--factors", metavar="FILE", help="what to compare with, as `factors` prints it; - for standard input"
         )
         made.add_argument("--config", help="a preset's name or a TOML file, to find that out here")
-        made.add_argument("--device", default="cuda:0", help="cuda:0, cuda:5, cpu")
+        made.add_argument("--device", default="", help="cpu, cuda:0, cuda:5; by default the first GPU, or the CPU")
         made.add_argument("--variant", help="the environment to ask; the default one if left out")
 
     def unsigned(made: argparse.ArgumentParser) -> None:
@@ -87,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     made = command("trust", _trust, "Take over a sealed cache: note that its manifest is believed from now on.")
     made.add_argument("folder", type=Path)
 
-    made = command("factors", _factors, "Print every factor of this process's cache keys as JSON. Needs torch.")
+    made = command("factors", _factors, "Print every factor of the training environment's cache keys as JSON.")
     identity(made)
     return parser
 
@@ -104,7 +105,7 @@ def _present(options: argparse.Namespace, *, needed: bool) -> store.Identity | N
     if options.factors:
         return store.read_identity(_input(options.factors))
     if options.config:
-        if importlib.util.find_spec("torch") is not None:
+        if _has_torch():
             return present(options.config, options.device)
         return store.read_identity(_asked(options))
     if needed:
@@ -116,7 +117,21 @@ def _present(options: argparse.Namespace, *, needed: bool) -> store.Identity | N
     return None
 
 
-def present(config: str, device: str) -> store.Identity:
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def _found(device: str) -> str:
+    """The device that was named, or else the one that a training takes; torch must be there."""
+    import torch
+
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that a CPU run has no CUDA
+    if device:
+        return device
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def present(config: str, device: str = "") -> store.Identity:
     """What this process would need a cache for, to train a configuration on a device; torch must be there.
 
     Raises:
@@ -126,11 +141,12 @@ def present(config: str, device: str) -> store.Identity:
     from dflash import graphs
 
     settings = configurations.load(config)
+    device = _found(device)
     return store.here(graphs.graph_id(settings, device.partition(":")[0]), device)
 
 
 def _asked(options: argparse.Namespace) -> bytes:
-    """The identity that the training environment's Python finds, with what a launch would pin."""
+    """What `factors` prints in the training environment's Python, with what a launch would pin."""
     from env import bootstrap, environment, variants
 
     variant = variants.load().variant(options.variant)
@@ -142,12 +158,11 @@ def _asked(options: argparse.Namespace) -> bytes:
             hint="`nox -s train` makes it, or give `--factors FILE`",
         )
     environ, _ = pins.pinned(bootstrap.environment(os.environ), python)
-    command = [str(python), "-m", "env", "cache", "factors", "--config", options.config, "--device", options.device]
+    command = [str(python), "-m", "env", "cache", "factors", "--device", options.device]
+    command += ["--config", options.config] if options.config else []
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=False)
     if done.returncode:
-        raise Failure(
-            Exit(done.returncode) if done.returncode in set(Exit) else Exit.BUG, "the factors could not be had"
-        )
+        sys.exit(done.returncode if done.returncode > 0 else int(Exit.BUG))  # it has said why
     return done.stdout
 
 
@@ -180,12 +195,14 @@ def _believed(options: argparse.Namespace) -> sign.Trust:
 
 
 def _factors(options: argparse.Namespace) -> int:
-    if options.config:
+    if not _has_torch():
+        sys.stdout.buffer.write(_asked(options))
+    elif options.config:
         sys.stdout.buffer.write(store.identity_bytes(present(options.config, options.device)))
     else:
         from env.cache.factors import collect
 
-        print(json.dumps(collect(options.device), indent=1, sort_keys=True, ensure_ascii=False))
+        print(json.dumps(collect(_found(options.device)), indent=1, sort_keys=True, ensure_ascii=False))
     return int(Exit.DONE)
 
 
@@ -218,7 +235,7 @@ def _row(cache: store.Stored, wanted: store.Identity | None) -> dict[str, Any]:
         fits = cache.cache_id == wanted.cache_id
         found = [] if fits else explain.differences(identity, wanted.flat(), variables=store.variables())
         reasons += [difference.sentence() for difference in found[:3]]
-        reasons += [f"and {len(found) - 3} more: `python -m env cache explain {cache.path}`"] if len(found) > 3 else []
+        reasons += [f"and {len(found) - 3} more: `nox -s cache -- explain {cache.path}`"] if len(found) > 3 else []
         reasons += ["fits"] if fits else []
     return {
         "kind": cache.kind,

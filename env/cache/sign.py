@@ -127,7 +127,7 @@ def check(manifest: bytes, signature: bytes | None, believed: Trust, place: str)
         Exit.CACHE,
         f"{place} is not signed by anyone who is trusted; {wanted}",
         details=[f"a cache is code that runs as you; the manifest's sha256 is {name}"],
-        hint="name its signer in trust/allowed_signers, take it over with `python -m env cache trust FOLDER`, "
+        hint="name its signer in trust/allowed_signers, take it over with `nox -s cache -- trust FOLDER`, "
         "or pass `--allow-unsigned`",
     )
 
@@ -206,7 +206,7 @@ def _keygen(arguments: Sequence[str], data: bytes, refusal: Failure) -> bytes:
         raise Failure(
             Exit.HOST,
             f"ssh-keygen, which checks signatures, does not run for a user id without a passwd entry ({os.getuid()})",
-            hint="run as a user with one, or take the cache over beforehand (`python -m env cache trust FOLDER`)",
+            hint="run as a user with one, or take the cache over beforehand (`nox -s cache -- trust FOLDER`)",
         )
     raise Failure(refusal.code, refusal.message, details=said[-3:], hint=refusal.hint)
 

@@ -34,6 +34,8 @@ FACTORS = "dflash-factors.json"
 
 KINDS = ("sealed", "seeded", "cold")
 
+NONE_BAKED = "there is no baked cache here, so this run compiles for itself: `nox -s bake` makes one"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
@@ -234,11 +236,11 @@ def why_cold(wanted: Identity, sealed: Sequence[Stored], *, environ: Mapping[str
     """Why no sealed cache fits, in lines: the one that fits best, and what differs."""
     found = nearest(wanted, sealed, environ=environ)
     if found is None:
-        return ["there is no baked cache here, so this run compiles for itself: `nox -s bake` makes one"]
+        return [NONE_BAKED]
     cache, reasons = found
     lines = [f"no baked cache fits, so this run compiles for itself; nearest is {cache.path.name[:16]}:"]
     lines += [f"  {difference.sentence()}" for difference in reasons[:6]]
-    return lines + ([f"  and {len(reasons) - 6} more: `python -m env cache explain`"] if len(reasons) > 6 else [])
+    return lines + ([f"  and {len(reasons) - 6} more: `nox -s cache -- explain`"] if len(reasons) > 6 else [])
 
 
 def nearest(
@@ -332,7 +334,7 @@ def read_identity(data: bytes) -> Identity:
         raise Failure(
             Exit.USAGE,
             f"this is no identity of a cache: {error!r}",
-            hint="`python -m env cache factors` prints one, in the process's own environment",
+            hint="`nox -s cache -- factors` prints one",
         ) from error
 
 

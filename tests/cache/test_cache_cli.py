@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,22 @@ def test_without_a_training_environment_config_says_so(
     monkeypatch.setattr(environment, "HOME", home / "no environments")
     assert main(["explain", "--config", "tiny", "--device", "cpu"]) == Exit.USAGE
     assert "no training environment yet" in capsys.readouterr().err
+    assert main(["factors"]) == Exit.USAGE
+    assert "no training environment yet" in capsys.readouterr().err
+
+
+def test_what_the_training_environment_refuses_is_said_once(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from env import environment
+    from env.cache import cli
+
+    monkeypatch.setattr(cli, "_has_torch", lambda: False)
+    monkeypatch.setattr(environment, "python_of", lambda _name: Path(sys.executable))
+    with pytest.raises(SystemExit) as caught:
+        main(["list", "--config", "none.toml"])
+    assert caught.value.code == Exit.USAGE
+    assert capfd.readouterr().err == "error: the configuration `none.toml` does not exist\n"
 
 
 def test_the_factors_of_a_configuration_can_be_printed_and_read_back(
@@ -187,3 +204,12 @@ def test_the_factors_of_a_configuration_can_be_printed_and_read_back(
     assert found.factors["device.type"] == "cpu"
     assert main(["factors", "--device", "cpu"]) == Exit.DONE
     assert json.loads(capfdbinary.readouterr().out)["device.type"] == "cpu"
+
+
+def test_the_device_is_the_one_that_a_training_takes_unless_one_is_named(
+    home: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    torch = pytest.importorskip("torch")
+    assert main(["factors"]) == Exit.DONE
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    assert json.loads(capfdbinary.readouterr().out)["device.type"] == kind
