@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from env.errors import Exit, Failure
+
 if TYPE_CHECKING:  # torch takes seconds, and a wrong option should not take them
     from dflash import preparing
     from dflash.config import Config
@@ -127,6 +129,12 @@ def regenerate(
         bar.done = total
     for sentence in state.sentences():
         say(sentence)
+    if not state.written:
+        raise Failure(
+            Exit.INPUT,
+            f"nothing was written of the {total} lines of `{data}`: `{out}` is empty",
+            hint="the formats that are read are in docs/data.md; a target that ends at once has nothing to say",
+        )
     print(out)
 
 

@@ -115,6 +115,13 @@ def follow(request: Request) -> None:
             hint="name one: `--target FOLDER_OR_HUB_NAME`",
         )
     _require_one_source(request)
+    if request.data is None and request.features is None and settings.data.prompts == 0:
+        raise Failure(  # before a target is loaded or trained
+            Exit.USAGE,
+            "this configuration cuts no prompts from a text (data.prompts is 0), and no data are named",
+            hint="name some: `--data chats.jsonl` or `--features DIR`; or set `data.prompts`, `data.prompt_tokens` and "
+            "`data.response_tokens`",
+        )
     if request.plan is not None and request.plan.nodes.node_rank > 0:
         help_out(request, request.plan)
         return

@@ -35,6 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chatting.folder(folder / "target")
     chatting.folder(folder / "templateless", None)
     chatting.write(folder / "chats.jsonl", *chatting.many(30), b"{")
+    chatting.write(folder / "blank.jsonl", b"{", b"[]")
     return folder
 
 
@@ -109,6 +110,7 @@ def test_features_are_written_for_a_configuration(place: Path, capsys: pytest.Ca
         (["regenerate"], {"out": "a", "temperature": "-1"}, Exit.USAGE, "--temperature"),
         (["regenerate"], {"out": "chats.jsonl"}, Exit.USAGE, "is the data themselves"),
         (["regenerate"], {"out": "a", "target": "templateless"}, Exit.INPUT, "has no chat template"),
+        (["regenerate"], {"out": "c", "data": "blank.jsonl"}, Exit.INPUT, "nothing was written of the 2 lines"),
         (["features"], {"out": "b", "config": "tiny"}, Exit.INPUT, "is not the one that the drafter is configured for"),
         (["features"], {"out": "target", "config": "micro.toml"}, Exit.USAGE, "is not empty, and holds no features"),
     ],
@@ -127,6 +129,13 @@ def test_a_request_that_cannot_be_met_is_one_sentence(
     assert err.count("error:") == 1
     assert sentence in err
     assert "Traceback" not in err
+
+
+def test_a_command_without_its_own_is_answered_with_the_help_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data"]) == Exit.USAGE
+    out, err = capsys.readouterr()
+    assert "regenerate" in out + err
+    assert "error" not in out + err
 
 
 def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,6 +237,7 @@ def test_a_training_on_kept_features_ends_with_the_bytes_of_one_whose_target_com
             "--data and --features each say what to train on",
         ),
         (["--data", "chats.jsonl", "--text", "micro.toml"], Exit.USAGE, "--data and --text each say what to train on"),
+        ([], Exit.USAGE, "cuts no prompts from a text (data.prompts is 0), and no data are named"),
         (["--data", "none.jsonl"], Exit.INPUT, "the data `none.jsonl` does not exist"),
         (["--features", "caches"], Exit.INPUT, "`caches` holds no features"),
         (["--features", "kept", "--topology", "1:1", "--run", "x"], Exit.USAGE, "leave nothing to do for 1 targets"),
