@@ -55,9 +55,13 @@ def bench(
     settings = configs.load(config)
     before = signal.signal(signal.SIGTERM, _end)
     try:
-        from dflash import progress, run, sources, storage
+        from dflash import progress, run, storage
         from dflash.bench import show, suite
+        from env.cache import places
 
+        home = places.cache_home()
+        if home.notice:
+            say(home.notice)
         with progress.track("benchmarks", len(chosen), unit="done", status=run.drifted_now()) as bar:
             done = -1
 
@@ -66,7 +70,7 @@ def bench(
                 bar.advance(1 if done >= 0 else 0, note=name)
                 done += 1
 
-            machine, figures = suite.run(chosen, settings, sources.home(say), begun)
+            machine, figures = suite.run(chosen, settings, home.path / "bench", begun)
             bar.advance(note="all equal to their peers")
         show.show(machine, figures, sys.stdout)
         if json is not None:

@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dflash import cli, compiling, config, data, graphs, mask, target
+from dflash import cli, compiling, config, data, graphs, mask, storage, target
 from dflash.bench import NAMES, disk, losses, machine, masks, measure, show, suite, targets, training
 from dflash.bench.measure import Bench, Contender, Figure, Floor, Times
 from dflash.loss import chunk_loss
 from dflash.model import Drafter
-from env.errors import Exit
+from env.errors import Exit, Failure
 
 CPU = torch.device("cpu")
 TOYS: dict[str, Callable[[Bench], list[Figure]]] = {
@@ -142,7 +142,7 @@ def test_what_a_pass_sees_is_what_its_mask_lets_it_see(settings: config.Config) 
 
 
 def test_a_target_s_operations_are_those_that_torch_counts(bench: Bench) -> None:
-    whole, layer_ids = targets.drawn_target(bench), [1]
+    whole, layer_ids = targets.drawn_target(bench, torch.float32), [1]
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         target.features(whole, tokens, None, layer_ids)
@@ -255,7 +255,25 @@ def test_all_run_when_none_is_named_and_their_figures_are_printed_and_written(
     assert [one["benchmark"] for one in told["figures"]] == list(NAMES)
     assert told["config"] == "tiny"
     assert told["machine"]["device"]
-    assert not list((toy / "caches" / "data").iterdir())
+    assert not (toy / "caches" / "bench" / "files").exists()
+
+
+def test_two_at_once_are_refused_and_what_a_killed_one_left_is_removed(
+    toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (toy / "caches" / "bench" / "files" / "pass").mkdir(parents=True)
+    with storage.held(toy / "caches" / "bench" / "lock", "test", Failure(Exit.BUG, "held by nobody")):
+        assert cli.main(["bench", "pass"]) == Exit.USAGE
+    assert "another benchmark runs on this machine" in capsys.readouterr().err
+    assert cli.main(["bench", "pass"]) == Exit.DONE
+    assert not (toy / "caches" / "bench" / "files").exists()
+
+
+def test_a_home_that_cannot_be_written_is_one_sentence(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (toy / "caches").mkdir()
+    (toy / "caches" / "bench").write_text("a file in the way")
+    assert cli.main(["bench", "pass"]) == Exit.STORAGE
+    assert "cannot measure in" in capsys.readouterr().err
 
 
 def test_those_that_are_named_run_once_each_in_their_order(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,8 +340,8 @@ def test_a_terminated_run_leaves_nothing_behind(tmp_path: Path) -> None:
     ) as running:
         assert running.stderr is not None
         running.stderr.readline()
-        while not list(tmp_path.glob("data/.bench-*/mask")):
+        while not list(tmp_path.glob("bench/files/mask")):
             assert running.poll() is None
         running.send_signal(signal.SIGTERM)
         assert running.wait() == Exit.TERMINATED
-    assert not list((tmp_path / "data").iterdir())
+    assert not (tmp_path / "bench" / "files").exists()

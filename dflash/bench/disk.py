@@ -139,7 +139,7 @@ def seeding(bench: Bench, *, files: int = FILES, size: int = BYTES) -> list[Figu
             what=f"copy {what}, checked",
             ours=cold[0],
             floor=hashed,
-            peer="shutil.copytree: unchecked, not forced to the disk",
+            peer="shutil.copytree: unchecked",
             theirs=cold[1],
         ),
         Figure(

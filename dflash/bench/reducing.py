@@ -45,7 +45,7 @@ def run(bench: Bench) -> list[Figure]:
     return [
         Figure(
             benchmark="gradients",
-            what=f"{quantity(moved, 'B')} of gradients summed over {DRAFTERS} processes",
+            what=f"{quantity(moved, 'B')} of gradients summed over {DRAFTERS} processes, on the CPU",
             ours=Times(seconds=tuple(measured["ours"])),
             floor=Floor(amount=wire, what="each half sent twice", rate=bench.machine.sending),
             peer="Gloo's all_reduce: in no fixed order",

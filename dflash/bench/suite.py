@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from dflash import config, storage
 from dflash.bench import disk, losses, masks, reducing, targets, training
 from dflash.bench.machine import Machine
 from dflash.bench.measure import BUDGET, Bench, Figure
+from env.errors import Exit, Failure
 
 RUNS: dict[str, Callable[[Bench], list[Figure]]] = {
     "pass": training.run,
@@ -41,28 +42,38 @@ def run(
     Args:
         names: which ones, in this order.
         settings: whose shapes.
-        home: a folder on the disk that counts; what is written there is removed.
+        home: a folder of its own on the disk that counts, made if need be; what is written there is removed.
         begun: called with each name when it begins.
         budget: seconds that the measurements of a pair may take.
 
     Raises:
-        Failure: Exit.STORAGE, when nothing can be written there; Exit.HOST, when there is no C++ compiler.
+        Failure: Exit.STORAGE, when nothing can be written there; Exit.USAGE, when another process measures there;
+            Exit.HOST, when there is no C++ compiler.
         AssertionError: when a result is not the peer's.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix=".bench-", dir=home)
-    except OSError as error:
-        raise storage.refusal(error, "measure", home) from error
-    figures = []
-    with folder as scratch:
-        machine = Machine(device, Path(scratch))
-        described = machine.describe()
-        for name in names:
-            begun(name)
-            place = Path(scratch) / name
-            place.mkdir()
-            bench = Bench(settings=settings, device=device, folder=place, machine=machine, budget=budget)
-            figures += RUNS[name](bench)
+    busy = Failure(Exit.USAGE, "another benchmark runs on this machine: both would measure each other")
+    figures: list[Figure] = []
+    with storage.held(home / "lock", "measure", busy):
+        scratch = home / "files"
+        shutil.rmtree(scratch, ignore_errors=True)  # of one that was killed
+        try:
+            machine = Machine(device, made(scratch))
+            described = machine.describe()
+            for name in names:
+                begun(name)
+                place = made(scratch / name)
+                bench = Bench(settings=settings, device=device, folder=place, machine=machine, budget=budget)
+                figures += RUNS[name](bench)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     return described, figures
+
+
+def made(folder: Path) -> Path:
+    """A new folder."""
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise storage.refusal(error, "measure", folder) from error
+    return folder

@@ -15,6 +15,7 @@ from torch import Tensor
 from dflash import config, small_target
 from dflash import target as targets
 from dflash.bench.measure import Bench, Figure, Floor, race, require_equal
+from dflash.bench.training import TOLERANCE
 from dflash.data import positions
 from dflash.decode import respond
 from dflash.graphs import DTYPES
@@ -27,7 +28,7 @@ DOCUMENTS = 2
 def features(bench: Bench) -> list[Figure]:
     """Tapped layers, the pass ended after the last of them, against transformers' way to all hidden states."""
     sizes, shapes = bench.settings.drafter, bench.settings.shapes
-    whole, taps = drawn_target(bench), sizes.target_layer_ids
+    whole, taps = drawn_target(bench, DTYPES[bench.settings.precision.compute]), sizes.target_layer_ids
     with bench.device:
         tokens = torch.arange(shapes.rows * shapes.sequence).view(shapes.rows, -1) * 7 % sizes.vocab_size
         document = (torch.arange(shapes.sequence) * DOCUMENTS // shapes.sequence).repeat(shapes.rows, 1)
@@ -42,7 +43,8 @@ def features(bench: Bench) -> list[Figure]:
         out = model(input_ids=tokens, position_ids=places, use_cache=False, output_hidden_states=True)
         return torch.cat([out.hidden_states[tap + 1] for tap in taps], -1)
 
-    require_equal("features", ours(), theirs(), tolerance=1e-6)
+    tolerance = 1e-6 if model.dtype == torch.float32 else TOLERANCE[model.dtype]
+    require_equal("features", ours(), theirs(), tolerance=tolerance)
     measured, peers = race(bench, ours, theirs)
     length = shapes.sequence // DOCUMENTS
     seen = shapes.rows * DOCUMENTS * length * (length + 1) // 2
@@ -66,7 +68,7 @@ def features(bench: Bench) -> list[Figure]:
 def responses(bench: Bench, *, prompts: int = 16, new_tokens: int = 64) -> list[Figure]:
     """Greedy responses as samples are written, against transformers' `generate`, token for token the same."""
     recipe, vocabulary = bench.settings.evaluation, bench.settings.drafter.vocab_size
-    whole = drawn_target(bench)
+    whole = drawn_target(bench, torch.float32)
     length = min(recipe.prompt_tokens, 64)
     given = (torch.arange(prompts * length).view(prompts, length) * 13 % vocabulary).tolist()
     model: Any = whole.model
@@ -86,7 +88,9 @@ def responses(bench: Bench, *, prompts: int = 16, new_tokens: int = 64) -> list[
         )
         return out[:, length:]
 
+    # in bfloat16 rounding decides between two likeliest tokens, so what is compared are products in float32
     require_equal("responses", torch.tensor(ours()), theirs().cpu())
+    model.to(DTYPES[bench.settings.precision.compute])
     measured, peers = race(bench, ours, theirs)
     # each step reads all weights but the embeddings, of which it looks up a few rows
     read = sum(weight.nbytes for weight in model.parameters()) - targets.embedding(whole).nbytes
@@ -117,8 +121,8 @@ def likeliest(logits: Tensor, rows: Sequence[int], step: int) -> Tensor:
     return logits.argmax(-1)
 
 
-def drawn_target(bench: Bench) -> Target:
-    """A target of the configuration's sizes with drawn weights, on the device and in the dtype of training."""
+def drawn_target(bench: Bench, dtype: torch.dtype) -> Target:
+    """A target of the configuration's sizes with drawn weights, on the device of training."""
     settings = bench.settings
     if settings.target is None:  # one that a run does not train for itself
         recipe = config.SmallTarget(
@@ -127,7 +131,7 @@ def drawn_target(bench: Bench) -> Target:
         settings = replace(settings, target=recipe)
     with bench.device:
         model: Any = small_target.build(settings, seed=0)
-    model = model.to(bench.device, DTYPES[settings.precision.compute]).eval().requires_grad_(False)
+    model = model.to(bench.device, dtype).eval().requires_grad_(False)
     packs = targets.keeps_documents_apart(model)
     return Target(model=model, tokenizer=small_target.tokenizer(), name="a drawn target", packs=packs)
 
