@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -39,10 +40,14 @@ def save(
 
 
 class Saver:
-    """Saves in a thread of its own, over a copy on the CPU, so that training goes on meanwhile; one at a time."""
+    """Saves in a thread of its own, over a copy on the CPU, so that training goes on meanwhile; one at a time.
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
-        self._folder, self._keep = folder, keep
+    Where each process holds a share of the state, all of them save at the same steps, each its share, over a `group`
+    that nothing else uses; its first process then makes the checkpoint whole.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, group: dist.ProcessGroup | None = None) -> None:
+        self._folder, self._keep, self._group = folder, keep, group
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
 
@@ -73,7 +78,10 @@ class Saver:
 
     def _run(self, step: int, state: dict[str, Any]) -> None:
         try:
-            _write(self._folder, step, state, self._keep)
+            if self._group is None or self._group.rank() == 0:
+                _write(self._folder, step, state, self._keep, self._group)
+            else:
+                _write_share(where(self._folder, step), state, self._group)
         except BaseException as error:  # noqa: BLE001  # raised in the thread that trains
             self._failed = error
 
@@ -97,13 +105,12 @@ def _copy(value: Any) -> Any:
     return [_copy(part) for part in value] if isinstance(value, list) else value
 
 
-def _write(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+def _write(folder: Path, step: int, state: dict[str, Any], keep: int, group: dist.ProcessGroup | None = None) -> Path:
     place = where(folder, step)
     with storage.new_folder(place) as beside:
-        try:
-            save_state(state, checkpoint_id=beside, no_dist=True)
-        except CheckpointException as error:
-            raise _behind(error) from error
+        if group is not None:
+            dist.broadcast_object_list([str(beside)], group=group, group_src=0)
+        _save(state, beside, group)
         files = {
             file.name: {"size": file.stat().st_size, "sha256": storage.sha256(file)}
             for file in sorted(beside.iterdir())
@@ -112,6 +119,24 @@ def _write(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     for old in steps(folder)[:-keep]:
         shutil.rmtree(folder / _name(old))
     return place
+
+
+def _write_share(place: Path, state: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Write this process's share into the folder that the first one has made."""
+    beside: list[Any] = [None]
+    dist.broadcast_object_list(beside, group=group, group_src=0)
+    try:
+        _save(state, Path(beside[0]), group)
+    except OSError as error:
+        raise storage.refusal(error, f"write `{place.name}`", place.parent) from error
+
+
+def _save(state: dict[str, Any], beside: Path, group: dist.ProcessGroup | None) -> None:
+    """Let torch write the state; its last word, over a group, comes when all have written."""
+    try:
+        save_state(state, checkpoint_id=beside, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise _behind(error) from error
 
 
 def resume(folder: Path, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:

@@ -150,7 +150,7 @@ def train(
             rdzv_conf=dict(part.partition("=")[::2] for part in rdzv_conf.split(",") if part),
             local_addr=local_addr,
         )
-        plan = planned(topology, launcher.value, nodes, max_restarts, accumulate=settings.optimizer.accumulate, run=run)
+        plan = planned(topology, launcher.value, nodes, max_restarts, recipe=settings.optimizer, run=run)
     elif nnodes > 1 or launcher is not Launcher.processes:
         raise Failure(Exit.USAGE, "--nnodes and --launcher need a `--topology`", hint="as in `--topology 5:3`")
     name = f"{Path(config).stem}-seed{seed}"

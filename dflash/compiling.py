@@ -29,7 +29,8 @@ def compile_regions(drafter: Drafter) -> Chunk:
     _require_compiler()
     tracing.cure()  # before anything is wrapped: a wrapper keeps the function that tells it whether a trace is going on
     for layer in drafter.layers:
-        layer.compile(fullgraph=True, dynamic=False)
+        # not `Module.compile`, which would have what FSDP2 does around a layer inside the graph
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
     compiled: Chunk = torch.compile(chunk_loss, fullgraph=True, dynamic=False)
     return compiled
 

@@ -166,9 +166,13 @@ class Optimizer:
     """Steps in a row that may be skipped for numbers that are not finite; with this many the run stops."""
     recompute: bool = False
     """Keep only what goes into decoder layers, and compute the rest again in the backward pass: less memory, slower."""
+    shard: bool = False
+    """Spread weights, gradients and optimizer state over the drafters: less memory on each, slower."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "lr", "clip")
+        whole = self.kind == "muon"
+        _require(not (self.shard and whole), 'shard is true, which needs kind = "adamw": muon turns whole matrices')
         _require(0 <= self.warmup < 1, f"warmup is {self.warmup}, must be a share of the steps (0 to below 1)")
         _require(0 <= self.weight_decay < 1, f"weight_decay is {self.weight_decay}, must lie in 0 to below 1")
         _require(all(0 <= beta < 1 for beta in self.betas), f"betas is {list(self.betas)}, must lie in 0 to below 1")

@@ -41,7 +41,7 @@ from dflash import text as texts
 from dflash.graphs import DTYPES
 from dflash.model import Drafter
 from dflash.stopping import Stop, listening
-from dflash.topology import Plan, uneven
+from dflash.topology import ONE, Plan, remarks
 from dflash.worker import Job
 from env.errors import Exit, Failure
 
@@ -270,6 +270,8 @@ def trained(
     request = course.request
     if request.plan is not None:
         return spread(course, request.plan, name, rows, target)
+    for remark in remarks(ONE, request.settings.optimizer):
+        say(remark)
     source: trainer.Supply
     if kept is None:
         source = trainer.Borrowed(target, course.device, request.settings)
@@ -307,8 +309,7 @@ def spread(course: Course, plan: Plan, name: str, rows: data.Packed, target: tar
     request, folder = course.request, course.folder
     total, places = passes.total_steps(len(rows.tokens), request.settings), folder / "checkpoints"
     if newest(places) < total:
-        remark = uneven(plan.topology, request.settings.optimizer.accumulate)
-        if remark:
+        for remark in remarks(plan.topology, request.settings.optimizer):
             say(remark)
         sources.place(rows, rows_of(request, folder))
         module.to("cpu")  # the first GPU is a worker's now

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # public as torch.distributed's, but without types there
+from torch.distributed.device_mesh import DeviceMesh
 
 from dflash import flow, passes, run, trainer
 from dflash.graphs import DTYPES
+from dflash.memory import Shards
 from dflash.pulse import START, WORK, Pulse
 from dflash.stopping import Stop
 from dflash.team import Processes
@@ -52,15 +54,29 @@ def work(job: Job, stop: Stop) -> None:
     )
     drafters = dist.new_group([shape.drafter_rank(number) for number in range(shape.drafters)], timeout=FOREVER)
     assert drafters is not None
+    shards = _shards(job, drafters, device)
     if role.drafts:
         team = Processes(role.number, shape.drafters, drafters, pulse)
-        _draft(job, role, rank, device, team, pulse, stop, board, watch.first_step)
+        place = trainer.Place(device=device, team=team, shards=shards, pulse=pulse)
+        _draft(job, role, rank, place, stop, board, watch.first_step)
     else:
         _serve(job, role, rank, device, pulse)
     with pulse.wait("waiting for the others to end", "drafters"), flow.lost("at the end"):
         dist.all_reduce(torch.zeros(1))  # a barrier, over Gloo everywhere
     watch.over.set()
     dist.destroy_process_group()
+
+
+def _shards(job: Job, drafters: dist.ProcessGroup, device: torch.device) -> Shards | None:
+    """Among whom the drafters' state is spread; called by all workers, since all take part in making a group."""
+    shape = job.shape
+    if not job.settings.optimizer.shard or shape.drafters == 1:
+        return None
+    ranks = [shape.drafter_rank(number) for number in range(shape.drafters)]
+    saving = dist.new_group(ranks, backend="gloo", timeout=FOREVER)
+    if dist.get_rank() not in ranks:
+        return None
+    return Shards(mesh=DeviceMesh.from_group(drafters, device.type), saving=saving)
 
 
 def _store(rank: int) -> PrefixStore:
@@ -81,15 +97,13 @@ def _draft(
     job: Job,
     role: Role,
     rank: int,
-    device: torch.device,
-    team: Processes,
-    pulse: Pulse,
+    place: trainer.Place,
     stop: Stop,
     board: PrefixStore,
     first: Callable[[], None],
 ) -> None:
     settings, rows = job.settings, job.packed()
-    total = passes.total_steps(len(rows.tokens), settings)
+    total, device, pulse = passes.total_steps(len(rows.tokens), settings), place.device, place.pulse
 
     def own_target(_begun: int) -> trainer.Supply:
         from dflash import features
@@ -113,7 +127,7 @@ def _draft(
                 own_target if role.kind == "both" else received,
                 Path(job.folder),
                 seed=job.seed,
-                place=trainer.Place(device=device, team=team, pulse=pulse),
+                place=place,
                 stop=stop,
                 watch=watch,
                 say=say,
@@ -124,7 +138,7 @@ def _draft(
     board.set(f"caches/{role.number}", json.dumps(outcome.caches))
     if role.number == 0 and outcome.caches is not None:
         with pulse.wait("waiting for what the other drafters' caches answered", "drafters"):
-            told = board.multi_get([f"caches/{number}" for number in range(team.size)])
+            told = board.multi_get([f"caches/{number}" for number in range(place.team.size)])
         run.write_json(
             Path(job.folder) / "caches.json", {**outcome.caches, "drafters": [json.loads(one) for one in told]}
         )

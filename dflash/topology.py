@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dflash.config import Optimizer
 from env.errors import Exit, Failure
 
 Launcher = Literal["processes", "threads"]
@@ -195,19 +196,21 @@ def planned(
     nodes: Nodes,
     max_restarts: int,
     *,
-    accumulate: int,
+    recipe: Optimizer,
     run: object,
 ) -> Plan:
     """The plan that the command line asks for, checked against what is here.
 
     Raises:
-        Failure: see `parse` and `check`; Exit.USAGE, when the nodes could not find each other.
+        Failure: see `parse`, `check` and `require_shardable`; Exit.USAGE, when the nodes could not find each other.
     """
     import torch
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else None
     topology = parse(text, visible=(devices or 1) * nodes.nnodes)
-    check(topology, accumulate=accumulate, nodes=nodes.nnodes, devices=devices)
+    check(topology, accumulate=recipe.accumulate, nodes=nodes.nnodes, devices=devices)
+    if recipe.shard and topology.drafters > 1:
+        require_shardable(topology, launcher, recipe.accumulate)
     if nodes.nnodes > 1:
         missing = [] if nodes.rdzv_endpoint else ["--rdzv-endpoint HOST:PORT of node 0"]
         named = run is not None or nodes.rdzv_id
@@ -221,12 +224,36 @@ def planned(
     return Plan(topology=topology, launcher=launcher, nodes=nodes, max_restarts=max_restarts)
 
 
-def uneven(topology: Topology, accumulate: int) -> str:
-    """What must be said of a split that leaves drafters idle; empty when it is even."""
-    rest = accumulate % topology.drafters
-    if not rest:
-        return ""
-    return (
-        f"{accumulate} passes a step do not divide among {topology.drafters} drafters: {topology.drafters - rest} of "
-        "them wait for the others in every step; the numbers are the same"
-    )
+def require_shardable(topology: Topology, launcher: Literal["processes", "threads"], accumulate: int) -> None:
+    """Refuse a topology that `optimizer.shard` cannot have.
+
+    Raises:
+        Failure: Exit.USAGE.
+    """
+    if launcher == "threads":
+        raise Failure(
+            Exit.USAGE,
+            "--launcher threads: threads have no process group, over which `optimizer.shard` spreads the state",
+            hint="take the launcher `processes`, or set `optimizer.shard = false`",
+        )
+    if accumulate % topology.drafters:
+        raise Failure(
+            Exit.USAGE,
+            f"--topology {topology}: with `optimizer.shard`, {topology.drafters} drafters cannot share {accumulate} "
+            "passes a step: all gather a layer's weights together, so each needs as many passes as the others",
+            hint=f"set `optimizer.accumulate` to a multiple of {topology.drafters}",
+        )
+
+
+def remarks(topology: Topology, recipe: Optimizer) -> list[str]:
+    """What must be said of a recipe under a topology: drafters that idle, an option without effect."""
+    rest = recipe.accumulate % topology.drafters
+    said = []
+    if rest:
+        said.append(
+            f"{recipe.accumulate} passes a step do not divide among {topology.drafters} drafters: "
+            f"{topology.drafters - rest} of them wait for the others in every step; the numbers are the same"
+        )
+    if recipe.shard and topology.drafters == 1:
+        said.append("`optimizer.shard` changes nothing: one drafter has nobody to spread its state over")
+    return said

@@ -11,16 +11,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint as activations
+from torch.distributed.tensor import DTensor
 
-from dflash import caches, checkpoint, compiling, config, gate, winners
+from dflash import caches, checkpoint, compiling, config, gate, memory, winners
 from dflash.data import Packed
 from dflash.graphs import DTYPES, Batch, micro_step
 from dflash.loss import Chunk, decay_weights
@@ -103,6 +102,8 @@ class Place:
     """Holds its weights."""
     team: Team = ALONE
     """The drafters that share each step."""
+    shards: memory.Shards | None = None
+    """Among whom the training state is spread; None where this drafter holds all of it."""
     pulse: Pulse = field(default_factory=lambda: Pulse("the drafter"))
     """What it is doing, for whoever watches over it."""
     guard: Callable[[], AbstractContextManager[None]] = strict
@@ -187,16 +188,19 @@ class _Work:
         self.drafter = Drafter(settings.drafter)
         self.drafter.initialise(seed)
         self.drafter.to(place.device)
-        self.optimizers = make_optimizers(self.drafter, settings.optimizer)
         self.choices = place.choices or (caches.opened(settings, place.device),)
         for notice in self.choices[0].notices if not place.choices and place.team.number == 0 else ():
             say(notice)
         winners.keep_in_cache()
         self.chunk = compiling.compile_regions(self.drafter)
         if settings.optimizer.recompute:
-            recompute(self.drafter)
+            memory.recompute(self.drafter)
+        if place.shards is not None:
+            memory.shard(self.drafter, place.shards.mesh)
+        self.optimizers = make_optimizers(self.drafter, settings.optimizer)
         self.places = folder / "checkpoints"
-        self.saver = checkpoint.Saver(self.places, keep=settings.checkpoint.keep)
+        group = place.shards.saving if place.shards is not None else None
+        self.saver = checkpoint.Saver(self.places, keep=settings.checkpoint.keep, group=group)
         self.total = total_steps(len(rows.tokens), settings)
         self.begun = checkpoint.resume(self.places, self.drafter, self.optimizers)
         _require_one_mind(place.team, self.begun)
@@ -258,7 +262,7 @@ class _Work:
         if not (done % self.settings.checkpoint.every == 0 or done == self.total or halt):
             return
         self.place.pulse.work(f"saving after step {done}", START)
-        if team.number == 0:
+        if team.number == 0 or self.place.shards is not None:
             self.saver.save(done, self.drafter, self.optimizers)
             if halt or done == self.total:
                 self.saver.wait()
@@ -370,16 +374,6 @@ def make_optimizers(drafter: Drafter, recipe: config.Optimizer) -> list[torch.op
     return [muon, adamw]
 
 
-def recompute(drafter: Drafter) -> None:
-    """Keep only what goes into each decoder layer, and compute its insides again in the backward pass.
-
-    Round the compiled layers, so that the graphs are the baked ones.
-    """
-    for layer in drafter.layers:
-        inner = layer._compiled_call_impl or layer._call_impl  # noqa: SLF001  # what `Module.compile` has put there
-        layer._compiled_call_impl = partial(activations.checkpoint, inner, use_reentrant=False)  # noqa: SLF001
-
-
 class Borrowed:
     """Features computed where the drafter trains, by a target of its own."""
 
@@ -451,10 +445,13 @@ def one_step(
         right += (hit.view_as(predicts) & predicts).view(-1, shapes.block).sum(0)
         asked += predicts.view(-1, shapes.block).sum(0)
     parameters = list(drafter.parameters())
-    team.add([parameter.grad for parameter in parameters if parameter.grad is not None])
+    if place.shards is None:
+        team.add([parameter.grad for parameter in parameters if parameter.grad is not None])
     shared = team.share(torch.cat((losses, right, asked)).to("cpu", torch.float64)).float()
     each, right, asked = shared.split([len(readings), shapes.block, shapes.block])
     norm_of_gradient = torch.nn.utils.clip_grad_norm_(parameters, settings.optimizer.clip)
+    if isinstance(norm_of_gradient, DTensor):
+        norm_of_gradient = norm_of_gradient.full_tensor()
     # in the order of the passes, as one device alone adds them up
     lost, steep = float(sum(each, start=torch.zeros(()))), norm_of_gradient.item()
     numbers: dict[str, Any] = {

@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import BOUND, ROOT, World, distance, ended, lines, same, wait_for
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from env.errors import Exit
 
@@ -51,6 +54,38 @@ def test_two_drafters_train_within_the_bound_as_processes_and_as_threads_alike(w
     assert distance(processes, alone) < BOUND
     caches = json.loads((processes / "caches.json").read_text())
     assert all(drafter["fx_miss"] + drafter["fx_bypass"] == 0 for drafter in caches["drafters"])
+
+
+def test_a_state_that_is_spread_over_drafters_trains_within_the_bound_from_the_same_kernels(
+    world: World, alone: Path
+) -> None:
+    spread = world.train("spread", "colocated:3", optimizer={"shard": True})
+    assert distance(spread, alone) < BOUND
+    caches = json.loads((spread / "caches.json").read_text())
+    for drafter in caches["drafters"]:
+        assert (drafter["autograd_miss"], drafter["fx_miss"], drafter["fx_bypass"]) == (0, 0, 0)
+        assert drafter["autograd_hit"] > 0
+    saved = FileSystemReader(spread / "checkpoints" / "step-00000020").read_metadata().state_dict_metadata
+    weight = saved["model.layers.0.mlp.up_proj.weight"]
+    assert isinstance(weight, TensorStorageMetadata)
+    assert [tuple(chunk.sizes) for chunk in weight.chunks] == [(16, 32)] * 3
+
+
+def test_a_checkpoint_of_a_state_that_was_spread_serves_any_topology_and_any_other_serves_one_that_will_be(
+    world: World, alone: Path
+) -> None:
+    def stopped_after(steps: int, run: str, topology: str, **changes: Any) -> None:
+        process = world.start(run, topology, **changes)
+        wait_for(lambda: lines(world.folder / run) >= steps, process)
+        process.send_signal(signal.SIGTERM)
+        code, said = ended(process)
+        assert (code, "saved" in said) == (Exit.TERMINATED, True), said
+
+    stopped_after(3, "handed on", "colocated:3", optimizer={"shard": True})
+    stopped_after(lines(world.folder / "handed on") + 3, "handed on", "1:1")
+    handed_on = world.train("handed on", "colocated:3", optimizer={"shard": True})
+    assert lines(handed_on) == lines(alone)
+    assert distance(handed_on, alone) < BOUND
 
 
 def test_a_full_run_spread_over_workers_stops_on_sigterm_goes_on_and_comes_to_its_summary(world: World) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from dflash import flow, topology
+from dflash import config, flow, topology
 from dflash.topology import Nodes, Topology
 from env.errors import Exit, Failure
 
@@ -80,14 +82,17 @@ def test_what_cannot_be_is_refused_with_both_values(
 def test_nodes_that_could_not_find_each_other_are_refused(
     nodes: Nodes, launcher: topology.Launcher, run: str | None, sentence: str
 ) -> None:
-    failure = refusal(topology.planned, "1:1", launcher, nodes, 3, accumulate=4, run=run)
+    failure = refusal(topology.planned, "1:1", launcher, nodes, 3, recipe=config.load("tiny").optimizer, run=run)
     assert failure.code == Exit.USAGE
     assert sentence in failure.message
 
 
-def test_an_uneven_split_is_said() -> None:
-    assert topology.uneven(Topology(targets=1, drafters=2), 4) == ""
-    assert "2 of them wait" in topology.uneven(Topology(targets=1, drafters=3), 4)
+def test_an_uneven_split_and_an_option_without_effect_are_said() -> None:
+    recipe = config.load("tiny").optimizer
+    four, shared = replace(recipe, accumulate=4), replace(recipe, kind="adamw", shard=True)
+    assert topology.remarks(Topology(targets=1, drafters=2), four) == []
+    assert "2 of them wait" in topology.remarks(Topology(targets=1, drafters=3), four)[0]
+    assert "changes nothing" in topology.remarks(topology.ONE, shared)[0]
 
 
 @given(shapes, some.integers(1, 12), some.integers(0, 4), some.integers(0, 4))
@@ -132,3 +137,11 @@ def test_no_order_of_sending_and_asking_can_end_in_a_circle(shape: Topology, acc
             step += 1
             moved = True
         assert moved, f"{shape}: everybody waits in step {step}"
+
+
+def test_a_state_that_is_spread_needs_a_process_group_and_as_many_passes_for_each() -> None:
+    topology.require_shardable(Topology(targets=1, drafters=2), "processes", 4)
+    threads = refusal(topology.require_shardable, Topology(targets=1, drafters=2), "threads", 4)
+    assert (threads.code, "no process group" in threads.message) == (Exit.USAGE, True)
+    uneven = refusal(topology.require_shardable, Topology(targets=1, drafters=3), "processes", 4)
+    assert (uneven.code, "3 drafters cannot share 4 passes" in uneven.message) == (Exit.USAGE, True)

@@ -50,7 +50,7 @@ def judge(host: Host, plan: Plan) -> Finding | None:
             Severity.ERROR,
             f"`{need.name}` has {human(need.state)} of weights and optimizer state, the card {human(sizes[0])}",
             details,
-            remedy="train on a card with more memory, or a smaller configuration",
+            remedy="train on a larger card, on several with `optimizer.shard = true`, or a smaller configuration",
         )
     return Finding(
         Severity.WARNING,
