@@ -183,7 +183,8 @@ class Watch(threading.Thread):
             leave(lambda: int(Exit.DONE))  # the launcher says what a rerun goes on from
         self._answering = True
         if self._saves:
-            print("asked to stop: all end the step that they are at, and save", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                print("asked to stop: all end the step that they are at, and save", file=sys.stderr, flush=True)
 
     def _came_first(self, event: str) -> str:
         """Which of `STOP` and `STEP` came first, `event` if none did before: the same answer for all workers."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from launching import STEPS, World, ended, lines, same, wait_for, workers
+from launching import BOUND, ROOT, STEPS, World, distance, ended, lines, same, wait_for, workers
 from torch._C._distributed_c10d import HashStore
 
 from dflash import watch, worker
@@ -140,30 +142,126 @@ def test_workers_that_are_killed_or_stand_still_in_turn_cost_no_bit(world: World
     assert same(run, whole)
 
 
-def test_sigterm_stops_all_after_the_same_step_and_the_rerun_ends_as_if_nothing_had_happened(
+HARM = """
+import os
+if os.environ.get("RANK") == "0":  # the target
+    import time
+    from dflash import pulse
+    pulse.WORK = 6.0
+    first, begin = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0", pulse.Pulse.work
+    def never_comes_back():
+        time.sleep(3600)
+    def spoil_once():
+        from dflash.flow import ProcessOutlet
+        put = ProcessOutlet.put
+        def spoilt(self, drafter, head, features):
+            ProcessOutlet.put = put
+            put(self, drafter, head, features * float("nan"))
+        ProcessOutlet.put = spoilt
+    def work(self, what, patience=pulse.WORK):
+        begin(self, what, patience)
+        if what == "pass 2 of step 2" and first:
+            spoil_once()
+        if what == "pass 1 of step 6":
+            if first:
+                never_comes_back()
+            raise RuntimeError("a mistake of the target's own")
+    pulse.Pulse.work = work
+"""
+"""Put into a worker as it starts. Of three passes the second is drafter 1's, so its loss alone is not finite."""
+
+
+@pytest.mark.timeout(600)  # two starts
+def test_a_worker_that_hangs_or_fails_says_where_before_anybody_else_until_no_restart_is_left(
+    world: World, whole: Path, tmp_path: Path
+) -> None:
+    run = world.folder / "hanging"
+    (tmp_path / "sitecustomize.py").write_text(HARM)
+    process = world.start("hanging", "1:2", "max_restarts=1", prefix=("env", f"PYTHONPATH={tmp_path}:{ROOT}"))
+    wait_for(lambda: lines(run) >= 5, process)
+    begun, pid = time.monotonic(), workers(process)[0]
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), process, 26)  # its patience is 40 s, here 6
+    print(f"ended after {time.monotonic() - begun:.0f} s")
+    code, said = ended(process)
+    assert code == Exit.TRAINING, said
+    order = [
+        "step 2 is skipped: the loss is nan",
+        "hangs: it has been at «pass 1 of step 6» for",
+        "in never_comes_back",
+        "target 0 hung; all start again from step 4 (0 of 1 restarts left)",
+        "RuntimeError: a mistake of the target's own",
+        "target 0 failed with exit code 1; no restart is left",
+        "error: the last of 2 starts of the workers has failed: one of them failed with exit code 1",
+        "hint: what it said is above; the same command goes on from the newest checkpoint",
+    ]
+    found = [said.find(sentence) for sentence in order]
+    assert -1 not in found, said
+    assert found == sorted(found), said
+    assert said.count("Traceback") == 1
+    assert "lost a peer" not in said
+    spoilt, next_one = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:3])
+    undisturbed = json.loads((whole / "metrics.jsonl").read_text().splitlines()[2])
+    assert spoilt["loss"] is None
+    assert "from the packed rows" in spoilt["skipped"]
+    assert next_one["loss"] == pytest.approx(undisturbed["loss"], rel=0.1), "all go on in step"
+
+
+ORPHAN = """
+import os, time
+from dflash.pulse import Pulse
+from dflash.stopping import Stop
+from dflash.watch import Watch
+if os.fork():
+    time.sleep(600)
+Watch([Pulse("target 0")], Stop()).start()
+print("watching", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_worker_whose_launcher_was_killed_ends_with_a_sentence() -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ORPHAN]
+    launcher = subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "watching\n"
+    launcher.kill()
+    _, said = launcher.communicate(timeout=10)  # until the worker, which has the same pipes, has ended
+    assert said == "error: the launcher of target 0 has gone\n"
+
+
+def test_sigterm_stops_all_after_the_same_step_and_the_rerun_ends_as_if_nothing_had_happened_also_elsewhere(
     world: World, whole: Path
 ) -> None:
     run = world.folder / "asked"
     process = world.start("asked", "1:2")
     wait_for(lambda: lines(run) >= 6, process)
-    process.send_signal(signal.SIGTERM)
+    for pid in (*workers(process).values(), process.pid):  # as a scheduler does that reaches all of a job's processes
+        os.kill(pid, signal.SIGTERM)
     begun = time.monotonic()
     code, said = ended(process)
     assert code == Exit.TERMINATED, said
     assert time.monotonic() - begun < 60
     done = lines(run)
     assert (run / "checkpoints" / f"step-{done:08d}").is_dir()
+    shutil.copytree(run, world.folder / "elsewhere")
     assert same(world.train("asked", "1:2"), whole)
+    assert distance(world.train("elsewhere", "1:1"), whole) < BOUND
 
 
-@pytest.mark.parametrize(("launcher", "number"), [("processes", signal.SIGINT), ("threads", signal.SIGTERM)])
-def test_a_stop_while_the_first_step_compiles_is_answered_at_once_since_nothing_can_be_lost(
-    world: World, launcher: str, number: signal.Signals, tmp_path: Path
+@pytest.mark.parametrize(
+    ("launcher", "topology", "number", "who"),
+    [("processes", "colocated:2", signal.SIGINT, "worker 0"), ("threads", "1:2", signal.SIGTERM, "the worker")],
+)
+def test_a_worker_killed_at_the_start_comes_back_and_a_stop_while_the_first_step_compiles_is_answered_at_once(
+    world: World, tmp_path: Path, launcher: str, topology: str, number: signal.Signals, who: str
 ) -> None:
-    """Compiling this step into an empty cache takes longer than the test allows."""
+    """Compiling this step into an empty cache takes longer than the test allows, and then nothing can be lost."""
     run = world.folder / f"hurried-{launcher}"
     empty = ("env", f"DFLASH_CACHE_HOME={tmp_path}")
-    process = world.start(run.name, "1:2", f'launcher="{launcher}"', prefix=empty)
+    process = world.start(run.name, topology, f'launcher="{launcher}"', "max_restarts=1", prefix=empty)
+    wait_for(lambda: 0 in workers(process), process)
+    os.kill(workers(process)[0], signal.SIGKILL)
     wait_for(lambda: any(tmp_path.glob("cold/*/fxgraph")) or any(tmp_path.glob("cold/*/*/*.cpp")), process)
     all_of_them = [
         *workers(process).values(),
@@ -174,6 +272,7 @@ def test_a_stop_while_the_first_step_compiles_is_answered_at_once_since_nothing_
     code, said = ended(process)
     assert time.monotonic() - begun < 15
     assert code == {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.TERMINATED}[number], said
+    assert f"{who} was killed by SIGKILL; all start again from the beginning (0 of 1 restarts left)" in said
     assert "Traceback" not in said
     assert lines(run) == 0
     assert not [pid for pid in all_of_them if Path(f"/proc/{pid}").exists()]
@@ -261,3 +360,47 @@ def test_two_hosts_that_are_cut_apart_end_with_a_sentence_and_the_run_goes_on(
         assert f"node {node} of 2 does not find the others at 10.77.0.1:29400" in said or "has failed" in said, said
         assert "Traceback" not in said
     assert lines(world.train("hosts", "1:1")) == STEPS
+
+
+# A disk that is full
+
+
+@pytest.fixture
+def disk(world: World) -> Iterator[Callable[[str, int], Path]]:
+    """Makes a run's folder a file system of its own, or gives the one that is there another size in bytes."""
+    mounted: list[Path] = []
+
+    def mount(run: str, size: int) -> Path:
+        folder = world.folder / run
+        folder.mkdir(exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}{',remount' if folder in mounted else ''}"]
+        if shutil.which("mount") is None or subprocess.run([*command, "tmpfs", folder], check=False).returncode:
+            pytest.skip("mounting a small file system needs root, and a kernel that lets it")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    world.clear()
+    for folder in set(mounted):
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.timeout(900)  # three starts
+def test_a_full_disk_is_one_sentence_no_restart_and_the_run_goes_on_under_another_topology_once_there_is_room(
+    world: World, whole: Path, disk: Callable[[str, int], Path]
+) -> None:
+    size = sum(file.stat().st_size for file in max((whole / "checkpoints").iterdir()).iterdir())
+    run = disk("full", size * 3 // 2 + (64 << 10))  # room for one checkpoint, and for metrics
+    for topology, launcher in (("1:2", "processes"), ("1:1", "threads")):  # the second from the first one's checkpoint
+        code, said = ended(world.start("full", topology, f'launcher="{launcher}"'))
+        assert code == Exit.STORAGE, said
+        refused = f"error: cannot write `step-00000008` in `{run / 'checkpoints'}`: the disk is full"
+        assert [line for line in said.splitlines() if "the disk is full" in line] == [refused]
+        assert "hint: free some space and start again: the run goes on from its newest checkpoint" in said
+        assert "start again from" not in said
+        assert "Traceback" not in said
+        assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step-00000004"]
+    disk("full", 64 << 20)
+    world.train("full", "colocated:1")
+    assert lines(run) == STEPS
+    assert distance(run, whole) < BOUND

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,21 @@ def test_drafters_with_several_passes_differ_from_one_alone_by_the_order_of_addi
     assert 0 < distance(two[0], alone) < BOUND
     (faster,) = train(tmp_path / "faster", rows, 1, lr=1.1e-3)
     assert distance(faster, alone) > 10 * BOUND  # what the bound would catch: a rate that is a tenth higher
+
+
+def test_rows_without_a_valid_anchor_teach_nothing_and_put_no_drafter_out_of_step(
+    tmp_path: Path, rows: data.Rows, plain: None
+) -> None:
+    silent = replace(rows, response=rows.response.clone())
+    silent.response[:20] = False  # of three rows a step has sometimes one without, sometimes none with
+    said: list[str] = []
+    (alone,) = train(tmp_path / "alone", silent, 1, said=said)
+    for outcome in train(tmp_path / "three", silent, 3, said=said):
+        assert torch.equal(flat(outcome), flat(alone))
+    assert bool(flat(alone).isfinite().all())
+    assert (tmp_path / "three/metrics.jsonl").read_bytes() == (tmp_path / "alone/metrics.jsonl").read_bytes()
+    assert '"loss": 0.0' in (tmp_path / "alone/metrics.jsonl").read_text()
+    assert not [line for line in said if "skipped" in line]
 
 
 @pytest.mark.parametrize("size", [1, 3])
