@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from env.errors import Exit, Failure, report
+from env.errors import Exit, Failure, report, speak_anywhere
 
 COMMANDS = {
     "launch": "env.launch:main",
@@ -46,4 +46,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    speak_anywhere()
     sys.exit(main(sys.argv[1:]))

@@ -120,6 +120,7 @@ def become(program: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
 
 def main(noxfile: str, help_text: str | None) -> int:
     """`python3 noxfile.py`: make the tools, then become nox. Returns, with an exit code, only when that cannot be."""
+    _open_standard_streams()
     if sys.argv[1:] in (["-h"], ["--help"]):
         print(help_text)
         return int(Exit.DONE)
@@ -131,3 +132,17 @@ def main(noxfile: str, help_text: str | None) -> int:
         return int(Exit.INTERRUPTED)
     environ = environment(os.environ) | {FRONT_DOOR: "python3 noxfile.py"}
     become([str(python), "-m", "nox", "-f", noxfile, *sys.argv[1:]], environ)
+
+
+def _open_standard_streams() -> None:
+    """Give what a service manager started us without, an input or an output, to the null device.
+
+    Otherwise the next file that is opened, a checkpoint perhaps, becomes standard output.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w", closefd=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -80,3 +81,12 @@ def visible(text: str) -> str:
     They would move the cursor, colour the terminal or hide what stands before them.
     """
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def speak_anywhere() -> None:
+    """Let standard output take any character, whatever the locale: one that it cannot show is written as its number.
+
+    A program's last line must not be a traceback for a Greek letter.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")

@@ -54,3 +54,24 @@ def test_an_error_that_nobody_hears_keeps_its_exit_code() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environ, stderr=writer, check=False)
     os.close(writer)
     assert done.returncode == Exit.INPUT
+
+
+def test_a_letter_that_the_terminal_cannot_show_is_no_traceback() -> None:
+    code = "from env.errors import speak_anywhere; speak_anywhere(); print('\u03c4 8.44')"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\\u03c4 8.44\n", b"")
+    for program in ("env/__main__.py", "dflash/__main__.py"):
+        assert "    speak_anywhere()\n" in (ROOT / program).read_text()
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_program_that_is_started_without_a_standard_stream_has_one(closed: str, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from env import bootstrap; bootstrap._open_standard_streams(); "
+        "sys.stdin.read(); print('x', flush=True); print('y', file=sys.stderr, flush=True); "
+        "os.execv(sys.executable, [sys.executable, '-c', 'import os; [os.fstat(n) for n in (0, 1, 2)]'])"
+    )
+    command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=environ, cwd=tmp_path, stdin=subprocess.DEVNULL, check=False).returncode == 0
