@@ -79,9 +79,14 @@ class Stored:
     def sentence(self) -> str:
         """What a person reads of them."""
         cut = f", {self.truncated} cut to a row" if self.truncated else ""
+        withheld = self.lines - self.documents - self.faults.lost
+        prompts = len(self.held_out)
+        with_them = (
+            f" ({withheld} documents begin with {'it' if prompts == 1 else 'them'})" if withheld > prompts else ""
+        )
         return (
             f"{self.documents} documents in {len(self.tokens)} rows, {self.fill:.0%} full{cut}, "
-            f"{len(self.held_out)} held out"
+            f"{prompts} held out{with_them}"
         )
 
 

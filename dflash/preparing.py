@@ -124,43 +124,72 @@ class _Window:
 class _Held:
     """The samples whose prompts have the smallest digests: a choice that depends on nothing but content.
 
-    Each sample that is offered comes back sooner or later, to be trained on, unless its prompt is among the few.
+    Each sample that is offered comes back sooner or later, to be trained on, unless its prompt is among the few. A
+    prompt that so many samples begin with that holding them would take a tenth of the data, or as much memory as a
+    window, is not among them.
     """
 
     def __init__(self, most: int, prompt_tokens: int) -> None:
         self.most, self.prompt_tokens = most, prompt_tokens
         self.kept: dict[str, list[Sample]] = {}
         self.order: list[int] = []  # negated digests: the largest first
+        self.common: set[str] = set()  # they keep their place in the order, so that no other prompt takes it late
+        self.tokens = 0
+        self.count = 0
 
     def offered(self, sample: Sample) -> list[Sample]:
         """Take a sample; give back those that are to be trained on."""
         if self.most == 0:
             return [sample]
         name = hashlib.sha256(self._prompt(sample).numpy().tobytes()).hexdigest()
-        if name in self.kept:
-            # a prompt that comes over and over: a few answers are all that is kept of it
-            if len(self.kept[name]) < SHARE:
-                self.kept[name].append(sample)
-            return []
-        self.kept[name] = [sample]
-        heapq.heappush(self.order, -int(name, 16))
-        return self._dropped() if len(self.order) > self.most else []
+        if name in self.common:
+            return [sample]
+        if name not in self.kept:
+            heapq.heappush(self.order, -int(name, 16))
+        self._keep(name, sample)
+        back: list[Sample] = []
+        while len(self.order) > self.most:
+            back += self._released(f"{-heapq.heappop(self.order):064x}")
+        while self.tokens > WINDOW_TOKENS or self.count > WINDOW_SAMPLES:
+            back += self._given_up()
+        return back
 
     def surplus(self, trained: int) -> list[Sample]:
-        """What is more than a tenth of all."""
+        """What is more than a tenth of all; the last prompt stays, even if its samples serve both ends."""
         back: list[Sample] = []
-        while self.order and len(self.order) > max(1, (trained + len(back)) // (SHARE - 1)):
-            back += self._dropped()
-        if trained + len(back) == 0 and self.order:
-            back += self.kept[f"{-self.order[0]:064x}"]  # a single sample serves both ends
+        total = trained + self.count
+        while len(self.kept) > 1 and (self.count * SHARE > total or not self.common.isdisjoint(self.kept)):
+            back += self._given_up()
+        if len(self.kept) == 1 and (self.count * 2 > total or not self.common.isdisjoint(self.kept)):
+            back += next(iter(self.kept.values()))
         return back
 
     def prompts(self) -> list[list[int]]:
         """The held-out prompts, in the order of their digests."""
         return [self._prompt(self.kept[name][0]).tolist() for name in sorted(self.kept)]
 
-    def _dropped(self) -> list[Sample]:
-        return self.kept.pop(f"{-heapq.heappop(self.order):064x}")
+    def _given_up(self) -> list[Sample]:
+        """The samples of the prompt that has the most of them; of several, that with the largest digest.
+
+        The only prompt keeps one: an evaluation needs something to begin with.
+        """
+        name = max(self.kept, key=lambda name: (name in self.common, len(self.kept[name]), name))
+        self.common.add(name)
+        samples = self._released(name)
+        if not self.kept:
+            self._keep(name, samples.pop(0))
+        return samples
+
+    def _keep(self, name: str, sample: Sample) -> None:
+        self.kept.setdefault(name, []).append(sample)
+        self.tokens += len(sample.tokens)
+        self.count += 1
+
+    def _released(self, name: str) -> list[Sample]:
+        samples = self.kept.pop(name, [])
+        self.tokens -= sum(len(sample.tokens) for sample in samples)
+        self.count -= len(samples)
+        return samples
 
     def _prompt(self, sample: Sample) -> Tensor:
         first = int(sample.response.int().argmax())

@@ -14,7 +14,8 @@ import torch
 
 from dflash import chats, data, prepared, preparing, rendering
 from dflash.chats import Kind
-from dflash.preparing import Recipe
+from dflash.data import Sample
+from dflash.preparing import Recipe, _Held
 from env.errors import Exit, Failure
 
 ENDS = frozenset({256, 273})
@@ -166,6 +167,44 @@ def test_a_prompt_that_is_held_out_is_nowhere_in_the_rows(tmp_path: Path) -> Non
     for prompt in stored.held_out:
         text = chatting.text(list(prompt))
         assert not [document for document in documents(stored) if document.startswith(text)]
+
+
+def test_a_beginning_that_much_of_the_data_shares_is_not_held_out_and_nothing_is_lost(tmp_path: Path) -> None:
+    head = "A licence that stands at the head of each file. "
+    shared = [{"text": f"{head}{number} frogs"} for number in range(100)]
+    others = [{"text": f"{number} toads sat on a stone and sang"} for number in range(9)]
+    stored = prepare(chatting.write(tmp_path / "a.jsonl", *others, *shared), tmp_path / "home")
+    assert stored.documents == 109 - len(stored.held_out)
+    assert not [prompt for prompt in stored.held_out if head.startswith(chatting.text(list(prompt)))]
+    assert stored.sentence().endswith(" held out")
+
+    stored = prepare(chatting.write(tmp_path / "b.jsonl", *shared), tmp_path / "home")
+    assert (stored.documents, len(stored.held_out)) == (100, 1), "nothing else to begin an evaluation with"
+
+
+def test_what_goes_with_the_prompts_that_are_held_out_is_said(tmp_path: Path) -> None:
+    answers = [chatting.chat(f"what is {number}?", f"{answer} it is") for answer in "abc" for number in range(30)]
+    stored = prepare(chatting.write(tmp_path / "a.jsonl", *answers), tmp_path / "home")
+    assert stored.documents == 81
+    assert stored.sentence().endswith("3 held out (9 documents begin with them)")
+
+
+def test_samples_that_wait_take_no_more_memory_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash.preparing.WINDOW_SAMPLES", 8)
+    held = _Held(64, 4)
+    response = torch.zeros(6, dtype=torch.bool)
+    waiting = []
+    samples = [Sample(tokens=torch.tensor([1, 2, 3, 4, 5, n]), response=response) for n in range(100)]
+    samples += [Sample(tokens=torch.tensor([n, 2, 3, 4, 5, 6]), response=response) for n in range(100)]
+    back = []
+    for sample in samples:
+        back += held.offered(sample)
+        waiting.append(held.count)
+    back += held.surplus(len(back))
+    assert max(waiting) <= 8
+    assert len(back) + sum(map(len, held.kept.values())) == 200
+    assert [1, 2, 3, 4] not in held.prompts()
+    assert held.prompts()
 
 
 def test_a_changed_file_and_a_changed_manifest_are_refused_by_name(tmp_path: Path) -> None:
