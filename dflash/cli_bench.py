@@ -31,7 +31,7 @@ Examples:
 
 
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Which; by default all.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Which; by default all.")] = None,
     config: Annotated[str, typer.Option(help="Preset (tiny, qwen3-4b, qwen3-8b) or a TOML file.")] = "tiny",
     json: Annotated[Path | None, typer.Option(help="Write the figures there, too.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Name the benchmarks and what they are about.")] = False,

@@ -62,7 +62,7 @@ class Kept:
         numbers = self.rows.numbers
         there = [sample for sample in samples if sample < len(self.rows.tokens)]
         wanted = there if numbers is None else [numbers[sample] for sample in there]
-        found = self.shelf.read("features", wanted or [0])[: len(wanted)]
+        found = self.shelf.read("features", wanted)
         missing = len(samples) - len(there)
         return torch.cat((found, found.new_zeros(missing, *found.shape[1:]))) if missing else found
 

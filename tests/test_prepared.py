@@ -79,6 +79,7 @@ def test_a_row_read_from_the_disk_is_the_row_that_packing_made(tmp_path: Path) -
         assert len(mine) == len(theirs)
         assert torch.equal(mine[order], theirs[order])
         assert mine[order].dtype == theirs.dtype
+        assert torch.equal(mine[[]], theirs[[]]), "a pass that is all filling reads no row"
     assert stored.fill == pytest.approx(rows.fill)
     with pytest.raises(IndexError):
         stored.tokens[[len(rows.tokens)]]
