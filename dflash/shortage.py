@@ -1,8 +1,9 @@
-"""Memory that has run out, told from a bug: torch says so in several ways, of which one has a class of its own."""
+"""Memory or a disk that has run out, told from a bug: torch and compilers say so in several ways, deep in others."""
 
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterator
 
@@ -14,11 +15,32 @@ SAID = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|C
 WANTED = re.compile(r"(?:tried to allocate|Tried to allocate) ([\d.]+) (bytes|[KMGT]iB)(?:\. GPU (\d+))?")
 
 
+FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
+"""Errors of a disk, and how a compiler says them."""
+
+
 def told(error: BaseException) -> Failure | None:
-    """The sentence for an error that says memory has run out, anywhere in its chain of causes; None for any other."""
-    found = next((each for each in _chain(error) if _is_shortage(each)), None)
-    if found is None:
-        return None
+    """The sentence for an error that says memory or a disk is full, anywhere in its chain; None for any other."""
+    for each in _chain(error):
+        if _is_full(each):
+            return _disk(each)
+        if _is_shortage(each):
+            return _memory(each)
+    return None
+
+
+def _disk(found: BaseException) -> Failure:
+    named = getattr(found, "filename", None) or os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    where = f" while `{named}` was written" if named else ""
+    return Failure(
+        Exit.STORAGE,
+        f"a disk is full{where}",
+        hint="free some space and start again: the run goes on from its newest checkpoint; `nox -s cache -- prune` "
+        "frees compile caches, and DFLASH_CACHE_HOME names another folder for them",
+    )
+
+
+def _memory(found: BaseException) -> Failure:
     text = " ".join(str(found).split())
     match = WANTED.search(text)
     where = "of the GPU" if "CUDA" in text or "CUBLAS" in text else "of this machine"
@@ -33,6 +55,12 @@ def told(error: BaseException) -> Failure | None:
         hint="lower `shapes.rows` (and raise `optimizer.accumulate`), `loss.chunk_blocks`, or the sizes of your "
         "configuration; `optimizer.recompute = true` keeps less",
     )
+
+
+def _is_full(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL.values())
 
 
 def _is_shortage(error: BaseException) -> bool:

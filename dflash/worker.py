@@ -123,8 +123,9 @@ def _ended_by(error: Exception) -> int:
         print(f"error: a worker has lost a peer: {first(error)}", file=sys.stderr, flush=True)
         return LOST
     if (short := shortage.told(error)) is not None:
-        report(short)
-        return int(Exit.BUG)  # not final: what took the memory may be gone, and steps that were saved are not lost
+        code = report(short)
+        # memory is not final: what took it may be gone, and steps that were saved are not lost
+        return int(Exit.BUG) if short.code is Exit.HOST else code
     traceback.print_exc()
     return int(Exit.BUG)
 

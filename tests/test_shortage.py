@@ -1,9 +1,11 @@
-"""Memory that has run out is a sentence with exit code 5; anything else stays what it is."""
+"""Memory or a disk that has run out is a sentence with an exit code of its own; anything else stays what it is."""
 
 from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import micro
@@ -14,6 +16,7 @@ from dflash import shortage, worker
 from dflash.cli import main
 from env.errors import Exit
 
+ROOT = Path(__file__).parent.parent
 MORE_THAN_ANY_ADDRESS = 1 << 50
 
 
@@ -76,3 +79,38 @@ def test_a_worker_says_it_without_a_traceback_and_may_be_started_again(capfd: py
     assert isinstance(error, Exception)
     assert worker._ended_by(error) not in worker.FINAL
     assert capfd.readouterr().err.startswith("error: the memory of this machine has run out")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_disk_that_fills_up_in_a_compiler_is_named_without_a_traceback(tmp_path: Path) -> None:
+    """The compile cache lies on a disk of one page, in a name space of its own; torch wraps what the disk says."""
+    code = """
+import sys, torch
+from dflash import worker
+try:
+    torch.compile(lambda x: (x.sin() + 1).cos())(torch.ones(100))
+except Exception as error:
+    sys.exit(worker._ended_by(error))
+"""
+    mounted = f'mount -t tmpfs -o size=4k tmpfs "{tmp_path}" && exec "$0" -c "$1"'
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mounted, sys.executable, code],
+        env=environ,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if "mount: " in done.stderr or "unshare: " in done.stderr:
+        pytest.skip("no file system may be mounted here")
+    assert done.returncode == Exit.STORAGE
+    assert f"error: a disk is full while `{tmp_path}" in done.stderr
+    assert "Traceback" not in done.stderr.partition("error: ")[2]
+    assert Exit.STORAGE in worker.FINAL
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_compilers_words_for_a_full_disk_are_understood(number: int) -> None:
+    failure = shortage.told(RuntimeError(f"C++ compile error: {os.strerror(number)}"))
+    assert failure is not None
+    assert failure.code is Exit.STORAGE
