@@ -105,7 +105,17 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     A stray PYTHONPATH, or a `torch` folder where the user stands, would shadow what the lock installed.
     """
     kept = {key: value for key, value in environ.items() if key not in {"PYTHONHOME", "PYTHONSTARTUP"}}
+    if "HOME" not in kept and not _has_home():
+        kept["HOME"] = "/nonexistent"  # what Debian writes for such users; without a word for it nox does not start
     return kept | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
+
+
+def _has_home() -> bool:
+    try:
+        Path.home()
+    except RuntimeError:  # a user id without an entry in the password database
+        return False
+    return True
 
 
 def become(program: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

@@ -109,6 +109,9 @@ def main(argv: Sequence[str]) -> int:
     home = places.cache_home(environ)
     if home.notice:
         say(home.notice)
+        environ.setdefault(
+            "MPLCONFIGDIR", str(home.path / "matplotlib")
+        )  # which goes to the home, and says so at length
     facts = record.environment_record(
         variant.name,
         python,

@@ -324,3 +324,18 @@ def test_our_own_overhead_the_second_time_is_at_most_a_second(clone: Clone) -> N
 def test_importing_the_noxfile_costs_no_bootstrap(tmp_path: Path) -> None:
     pytest.importorskip("nox")
     assert "train" in runpy.run_path(str(NOXFILE), run_name="noxfile")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user id can only be taken by root")
+def test_a_user_id_without_a_passwd_entry_and_without_home_is_given_a_word_for_it() -> None:
+    """Nox looks for a home folder as it is imported, and would end with a traceback."""
+    code = (
+        "import os, pwd, sys; sys.path.insert(0, sys.argv[1]); from env import bootstrap; "
+        "os.setgroups([]); os.setgid(54321); os.setuid(54321); "
+        "print(bootstrap.environment({})['HOME'], bootstrap.environment({'HOME': '/here'})['HOME'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code, str(ROOT)], env={}, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("/nonexistent /here\n", "")
+    assert bootstrap._has_home()
