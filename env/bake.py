@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from env import bakers, environment, gpus, variants
-from env.cache import manifest, places, seal
+from env.cache import examine, manifest, places, seal, sign
 from env.cache.canonical import digest
 from env.cache.manifest import Manifest
 from env.errors import Exit, Failure
@@ -142,7 +142,7 @@ def bake(
     work = kitchen.home / digest([job, recipe.identity(), bakers.compilers(kitchen.python)])[:32]
     note = work.with_suffix(".sealed")
     with _storage(kitchen.home), _alone(work):
-        if not kitchen.again and (before := _earlier(note)) is not None:
+        if not kitchen.again and (before := _earlier(note, say)) is not None:
             return before
         compiled = _kept(work / "compiled.json", lambda: _compile(kitchen.python, job, work, kernels, say))
         proof = _kept(work / "proof.json", lambda: _prove(kitchen.python, job, work, compiled, say))
@@ -152,13 +152,22 @@ def bake(
     return Baked(folder=folder, manifest=sealed, seconds=compiled["seconds"])
 
 
-def _earlier(note: Path) -> Baked | None:
-    """The cache that an earlier bake of the same thing sealed, if it is still there."""
+def _earlier(note: Path, say: Say) -> Baked | None:
+    """The cache that an earlier bake of the same thing sealed, if it is still there and whole."""
     try:
         folder = Path(note.read_text(encoding="utf-8"))
-        return Baked(folder=folder, manifest=manifest.read(folder)[0], seconds=None)
-    except (OSError, Failure):
+    except OSError:
         return None
+    if not folder.is_dir():
+        return None
+    try:
+        found, _ = examine.examine(
+            folder, sign.Trust(policy="unsigned")
+        )  # whether it is believed is the launch's affair
+    except Failure as failure:
+        say(f"baking anew, as what was baked before is damaged: {failure.message}")
+        return None
+    return Baked(folder=folder, manifest=found, seconds=None)
 
 
 def _kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

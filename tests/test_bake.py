@@ -59,7 +59,23 @@ def test_what_was_baked_before_is_found_again_until_it_is_gone(cooked: tuple[Kit
     assert again.folder == baked.folder
     assert again.seconds is None
     assert "baked before" in again.sentence()
-    assert bake._earlier(place.home / "never.sealed") is None
+    assert bake._earlier(place.home / "never.sealed", lambda _: None) is None
+
+
+def test_what_was_baked_before_and_is_damaged_is_not_taken_for_it(
+    cooked: tuple[Kitchen, Baked, list[str]], tmp_path: Path
+) -> None:
+    """A launch that refuses a cache says to bake it; then baking must not say that it was baked before."""
+    folder, note = tmp_path / "sealed", tmp_path / "note"
+    said: list[str] = []
+    shutil.copytree(cooked[1].folder, folder)
+    note.write_text(str(folder))
+    assert bake._earlier(note, said.append) is not None
+    file = next(path for path in sorted((folder / "cache").rglob("*")) if path.is_file() and path.stat().st_size)
+    file.chmod(0o644)
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    assert bake._earlier(note, said.append) is None
+    assert said[-1].startswith(f"baking anew, as what was baked before is damaged: {file}")
 
 
 def test_a_bake_that_was_killed_goes_on_and_ends_in_the_same_cache(

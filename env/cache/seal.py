@@ -20,7 +20,7 @@ from pathlib import Path
 from env.cache import manifest as manifests
 from env.cache import normal, places, sign
 from env.cache.canonical import Json, canonical, digest
-from env.cache.examine import signature_of
+from env.cache.examine import examine, signature_of
 from env.cache.factors import cache_id
 from env.cache.manifest import DETAILS, FILES, NAME, SIGNATURE, File, Manifest
 from env.cache.plain import not_plain
@@ -121,8 +121,21 @@ def _settle(building: Path, folder: Path, made: Manifest, data: bytes, believed:
                 sign.check(bytes_found, signature_of(place), believed, str(place))
         except Failure:
             continue
+        try:
+            examine(place, sign.Trust(policy="unsigned"))
+        except Failure:  # the same, but damaged: sealing it anew is what whoever refused it said to do
+            _replace(place, building)
+            return place, made
         return place, found
     raise Failure(Exit.CACHE, f"{folder / names[-1]} is in the way and is not what its name says", hint="move it away")
+
+
+def _replace(place: Path, building: Path) -> None:
+    going = place.with_name(f".{place.name}.{os.getpid()}.going")
+    place.rename(going)
+    building.rename(place)
+    open_again(going)
+    shutil.rmtree(going)
 
 
 def keys_in(source: Path) -> dict[str, list[str]]:

@@ -114,6 +114,26 @@ def test_sealing_the_same_again_returns_what_is_there(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "sealed").iterdir()] == [identity()]
 
 
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove", "add"])
+def test_sealing_the_same_again_mends_what_was_damaged(tmp_path: Path, harm: str) -> None:
+    source = make_source(tmp_path / "source")
+    place, made = make_sealed(tmp_path, source=source)
+    file = opened(place) / "cache" / next(iter(made.files))
+    if harm == "flip":
+        file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    elif harm == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif harm == "remove":
+        file.unlink()
+    else:
+        (file.parent / "added").write_bytes(b"")
+    with pytest.raises(Failure):
+        examine.examine(place, believed(tmp_path))
+    assert make_sealed(tmp_path, source=source) == (place, made)
+    assert examine.examine(place, believed(tmp_path))[0] == made
+    assert [path.name for path in (tmp_path / "sealed").iterdir()] == [identity()]
+
+
 def test_another_cache_of_the_same_identity_gets_a_place_of_its_own(tmp_path: Path) -> None:
     first, one = make_sealed(tmp_path)
     harvested = make_source(tmp_path / "harvested")
