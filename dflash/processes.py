@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -86,6 +87,16 @@ def _store(rank: int) -> PrefixStore:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
     store.set_timeout(timedelta(seconds=10))
     return PrefixStore(os.environ["DFLASH_ROUND"], store)
+
+
+def first_to_say(sentence: str) -> bool:
+    """Whether no other worker has said the same before, as all that share a state or a checkpoint may have to."""
+    rank = int(os.environ["RANK"])
+    try:
+        said = _store(rank).compare_set(f"said/{hashlib.sha256(sentence.encode()).hexdigest()}", "", str(rank))
+    except (RuntimeError, OSError, flow.Lost):
+        return True
+    return said.decode() == str(rank)
 
 
 def _over() -> None:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 GRACE = 20.0
 """Seconds that a worker which has lost a peer keeps silent: the peer's own words come first, and the agent ends it."""
 
+HUSH = 2.0
+"""Seconds that a worker waits which has nothing to add to what another is saying: the first to end ends the others."""
+
 FINAL = frozenset(Exit) - {Exit.DONE, Exit.BUG, Exit.INTERRUPTED, Exit.TERMINATED}
 """Exit codes after which starting again would only fail again."""
 
@@ -101,6 +104,9 @@ def main(argv: Sequence[str]) -> int:
     except Stopped:
         return 0
     except Failure as failure:
+        if job.launcher == "processes" and not processes.first_to_say(str(failure)):
+            time.sleep(HUSH)
+            return int(failure.code)
         return report(failure)
     except Exception as error:  # noqa: BLE001  # the last frame: it decides what the agent sees, and prints the trace
         return _ended_by(error)
