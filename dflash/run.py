@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def choose(parent: Path, name: str, given: dict[str, Any]) -> Path:
         raise storage.refusal(error, "look for runs", parent) from error
     if found:
         newest = found[max(found)]
-        if not finished(newest) and _read(newest / GIVEN) == given:
+        if not finished(newest) and _was_given(newest) == given:
             return newest
     number = max(found, default=0) + 1
     return parent / (name if number == 1 else f"{name}-{number}")
@@ -59,7 +59,7 @@ def occupied(folder: Path, settings: config.Config, given: dict[str, Any]) -> It
     message = f"another process is training in `{folder}`"
     busy = Failure(Exit.USAGE, message, hint="name another folder with `--run`")
     with storage.held(folder / ".lock", "keep a run", busy):
-        before = _read(folder / GIVEN)
+        before = _was_given(folder)
         if before is not None and before != given:
             raise Failure(
                 Exit.USAGE,
@@ -183,6 +183,15 @@ def _read(path: Path) -> dict[str, Any] | None:
         message = f"`{path}` cannot be read: it holds a {type(content).__name__}, not an object"
         raise Failure(Exit.INPUT, message, hint="name another folder: `--run`")
     return content
+
+
+def _was_given(folder: Path) -> dict[str, Any] | None:
+    """What a run was given; keys that its configuration did not know yet have the values that they stand for."""
+    before = _read(folder / GIVEN)
+    if before is not None and isinstance(before.get("config"), dict):
+        with suppress(Failure):  # one that is no configuration any more differs as it is
+            before["config"] = config.to_tables(config.parse(before["config"], str(folder / GIVEN)))
+    return before
 
 
 def _require_whole(path: Path, lines: Sequence[bytes], step: int) -> None:

@@ -52,6 +52,19 @@ def test_a_run_that_was_given_something_else_is_refused_with_both_values(tmp_pat
     assert caught.value.code == Exit.USAGE
 
 
+def test_a_run_that_began_before_a_key_existed_goes_on_with_its_default(tmp_path: Path) -> None:
+    given = {"seed": 0, "config": config.to_tables(TINY)}
+    older = json.loads(json.dumps(given))
+    del older["config"]["optimizer"]["recompute"]
+    assert not begin(tmp_path / "tiny", older)
+    assert run.choose(tmp_path, "tiny", given) == tmp_path / "tiny"
+    assert begin(tmp_path / "tiny", given)
+    given["config"]["optimizer"]["recompute"] = True  # type: ignore[index]  # a table of tables
+    with pytest.raises(Failure) as caught:
+        begin(tmp_path / "tiny", given)
+    assert caught.value.details == ("config.optimizer.recompute: was false, is true",)
+
+
 def test_a_second_trainer_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     with run.occupied(tmp_path, TINY, GIVEN), pytest.raises(Failure, match="another process is training"):
         begin(tmp_path)
