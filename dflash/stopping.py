@@ -119,6 +119,7 @@ def hear(stop: Stop) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are not ours
     for number in CODES:
         signal.signal(number, lambda *_: None)  # Python writes to the pipe only where there is a handler
     threading.Thread(target=_note, args=(reader, stop), name="signals", daemon=True).start()

@@ -106,3 +106,38 @@ def test_the_block_leaves_nothing_behind() -> None:
         pass
     assert (len(list(Path("/proc/self/fd").iterdir())), threading.active_count()) == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+HEARING = """
+import os, signal, threading, time
+from dflash.stopping import Stop, hear
+stop = Stop()
+hear(stop)
+child = os.fork()
+if child == 0:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(0)
+os.waitpid(child, 0)
+time.sleep(0.2)
+print("asked" if stop.asked() else "not asked", flush=True)
+def tell():
+    while not stop.asked():
+        time.sleep(0.01)
+    os.write(1, b"asked")
+    os._exit(0)
+threading.Thread(target=tell).start()
+print("waiting", flush=True)
+import ctypes
+ctypes.CDLL(None).pause()
+ctypes.CDLL(None).sleep(600)
+"""
+
+
+def test_a_worker_hears_a_signal_while_its_main_thread_is_outside_of_python_and_none_of_a_child_s() -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", HEARING], env=environ, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["not asked\n", "waiting\n"]
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=10)
+    assert (process.returncode, out) == (0, "asked")
