@@ -36,6 +36,8 @@ KINDS = ("sealed", "seeded", "cold")
 
 NONE_BAKED = "there is no baked cache here, so this run compiles for itself: `nox -s bake` makes one"
 
+EARLIER = "there is no baked cache here, but kernels of an earlier run: what is missing of them is compiled"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
@@ -178,7 +180,8 @@ def choose(wanted: Identity, *, environ: Mapping[str, str] | None = None, policy
         )  # fmt: skip
     path = cold(home.path, wanted)
     everything = stored(home.path, environ)
-    notices += why_cold(wanted, [cache for cache in everything if cache.kind == "sealed"], environ=environ)
+    why = why_cold(wanted, [cache for cache in everything if cache.kind == "sealed"], environ=environ)
+    notices += [EARLIER] if why == [NONE_BAKED] and (path / "fxgraph").is_dir() else why
     return Choice(
         cache_id=wanted.cache_id, path=path, kind="cold", wanted=wanted, notices=tuple(notices), lock=use(path)
     )
