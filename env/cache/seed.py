@@ -193,7 +193,7 @@ def _mend(files: Mapping[str, tuple[Path, manifests.File]], place: Path) -> None
 def _copy(source: Path, target: Path, file: manifests.File) -> None:
     """Copy a file and refuse it if its bytes, as they were read for the copy, are not what the manifest says.
 
-    It is not forced to the disk, which would take ten times as long as the copy: whoever uses the directory compares
+    It is not forced to the disk, which would take several times as long as the copy: whoever uses the directory compares
     every file with the manifest first, and puts back what a power cut has taken.
     """
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
