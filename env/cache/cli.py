@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from env.cache import examine, explain, pins, places, sign, store, verify
+from env.cache import examine, explain, leftovers, pins, places, sign, store, verify
 from env.cache import manifest as manifests
 from env.cache.canonical import Json, strict
 from env.errors import Exit, Failure, report
@@ -80,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("folder", type=Path, nargs="?", help="the nearest one if left out")
     identity(made)
 
-    made = command("prune", _prune, "Free caches. Shows what it would free unless --yes is given.")
+    made = command(
+        "prune", _prune, "Free caches, and what killed processes left. Shows what it would free unless --yes is given."
+    )
     made.add_argument("--keep", type=int, default=0, metavar="N", help="of each kind, keep the N last used")
     made.add_argument("--older-than", metavar="DAYS", type=float, help="only those unused for so many days")
     made.add_argument("--yes", action="store_true", help="do it")
@@ -336,8 +338,14 @@ def _prune(options: argparse.Namespace) -> int:
         freed += 0 if stays else cache.size
         what = f"kept, {stays}" if stays else ("freed" if options.yes else "would be freed")
         print(f"{what}: {cache.path}  {megabytes(cache.size)}, last used {age(cache.used)} ago")
+    begun = leftovers.found(home)
+    for leftover in begun:
+        stays = leftovers.free(leftover) if options.yes else None
+        freed += 0 if stays else leftover.size
+        what = f"kept, {stays}" if stays else ("freed" if options.yes else "would be freed")
+        print(f"{what}: {leftover.path}  {megabytes(leftover.size)}, left unfinished {age(leftover.touched)} ago")
     verb = "freed" if options.yes else "would be freed; `--yes` does it"
-    print(f"{megabytes(freed)} {verb}" if going else "nothing to free")
+    print(f"{megabytes(freed)} {verb}" if going or begun else "nothing to free")
     return int(Exit.DONE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -152,6 +153,33 @@ def test_prune_frees_only_when_it_is_told_to(home: Path, capsys: pytest.CaptureF
     assert main(["prune", "--yes"]) == Exit.DONE
     assert "freed: " in capsys.readouterr().out
     assert not place.exists()
+
+
+def test_prune_frees_what_killed_processes_left_but_nothing_that_one_may_be_at(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, _ = make_sealed(home)
+    removing = place.with_name(f".{place.name}.1.going")  # a prune that was killed
+    place.rename(removing)
+    sealing = home / "sealed" / ".0123456789abcdef.x"  # a seal that was killed
+    baking = home / "baking" / ("ab" * 16)
+    busy, stub = home / "baking" / ("cd" * 16), home / "baking" / "stub-0123456789abcdef"
+    for folder in (sealing, baking, busy, stub):
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(b"x")
+    assert main(["prune", "--yes"]) == Exit.DONE
+    assert capsys.readouterr().out == "nothing to free\n"  # all was written a moment ago
+    for folder in (removing, sealing, baking, busy, stub):
+        for each in (folder, *folder.rglob("*")):
+            os.utime(each, (0, 0))
+    lock = busy.with_suffix(".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert main(["prune"]) == Exit.DONE
+    assert "left unfinished" in capsys.readouterr().out
+    assert main(["prune", "--yes"]) == Exit.DONE
+    assert f"kept, a process is using it: {busy}" in capsys.readouterr().out
+    assert [folder.exists() for folder in (removing, sealing, baking, busy, stub)] == [False] * 3 + [True] * 2
+    lock.close()
 
 
 def test_what_cannot_be_read_is_one_sentence(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
