@@ -193,8 +193,8 @@ def _mend(files: Mapping[str, tuple[Path, manifests.File]], place: Path) -> None
 def _copy(source: Path, target: Path, file: manifests.File) -> None:
     """Copy a file and refuse it if its bytes, as they were read for the copy, are not what the manifest says.
 
-    It is not forced to the disk, which would take several times as long as the copy: whoever uses the directory compares
-    every file with the manifest first, and puts back what a power cut has taken.
+    It is not forced to the disk, which would take several times as long as the copy: whoever uses the directory
+    compares every file with the manifest first, and puts back what a power cut has taken.
     """
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
