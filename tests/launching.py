@@ -60,15 +60,14 @@ STEPS = 20
 """2 epochs of 30 rows, 3 passes of 1 row a step."""
 
 
-def write_target(folder: Path) -> Path:
-    """A random target of the micro sizes, with a tokenizer."""
+def write_target(folder: Path, sizes: dict[str, Any]) -> Path:
+    """A random target for a drafter's sizes, with a tokenizer."""
     import torch
     import transformers
 
     from dflash import small_target, target
 
     torch.manual_seed(5)
-    sizes = MICRO["drafter"]
     shape = transformers.Qwen3Config(
         head_dim=16,
         vocab_size=sizes["vocab_size"],
@@ -86,13 +85,12 @@ def write_target(folder: Path) -> Path:
     return folder
 
 
-def write_rows(file: Path) -> Path:
+def write_rows(file: Path, sequence: int = MICRO["shapes"]["sequence"]) -> Path:
     """Packed rows of random tokens that follow each other in a way that can be learnt."""
     import torch
 
     from dflash import data
 
-    sequence = MICRO["shapes"]["sequence"]
     begin = torch.randint(0, 200, (ROWS, 1), generator=torch.Generator().manual_seed(1))
     tokens = (begin + torch.arange(sequence) * 3) % 256
     document = (torch.arange(sequence) >= 64).to(torch.int32).expand(ROWS, -1).contiguous()
@@ -105,10 +103,11 @@ def write_rows(file: Path) -> Path:
 class World:
     """A folder with a target, rows and a compile cache that all runs of a test file share."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tables: dict[str, Any] = MICRO) -> None:
         self.folder = folder
-        self.target = write_target(folder / "target")
-        self.rows = write_rows(folder / "rows.safetensors")
+        folder.mkdir(exist_ok=True)
+        self.target = write_target(folder / "target", tables["drafter"])
+        self.rows = write_rows(folder / "rows.safetensors", tables["shapes"]["sequence"])
         self.environ = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -181,27 +180,27 @@ def workers(process: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
-def weights(run: Path) -> dict[str, Any]:
+def weights(run: Path, tables: dict[str, Any] = MICRO) -> dict[str, Any]:
     """The drafter's weights in a run's last checkpoint."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     from dflash import checkpoint, config, trainer
     from dflash.model import Drafter
 
-    settings = config.parse(MICRO, "micro")
+    settings = config.parse(tables, "micro")
     drafter = Drafter(settings.drafter)
     optimizers = trainer.make_optimizers(drafter, settings.optimizer)
     assert checkpoint.resume(run / "checkpoints", drafter, optimizers) == STEPS
     return dict(get_model_state_dict(drafter))
 
 
-def same(one: Path, other: Path) -> bool:
+def same(one: Path, other: Path, tables: dict[str, Any] = MICRO) -> bool:
     """Whether two runs have the same numbers in every step and the same weights, to the bit."""
     import torch
 
     if (one / "metrics.jsonl").read_bytes() != (other / "metrics.jsonl").read_bytes():
         return False
-    left, right = weights(one), weights(other)
+    left, right = weights(one, tables), weights(other, tables)
     return all(torch.equal(left[name], right[name]) for name in left)
 
 

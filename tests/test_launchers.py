@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,21 @@ def test_five_targets_and_three_drafters_train_as_one_alone_to_the_bit(world: Wo
     far = distance(world.train("5-2", "5:2"), alone)
     print(f"5:2, distance from one alone: {far:.1e}")
     assert far < BOUND
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not os.environ.get("DFLASH_SLOW_TESTS"), reason="eight workers: set DFLASH_SLOW_TESTS=1")
+def test_the_tiny_preset_on_five_targets_and_three_drafters_trains_as_one_alone_to_the_bit(tmp_path: Path) -> None:
+    """A step's six rows in three passes, so that three drafters can share it; some steps only."""
+    tables = tomllib.loads((ROOT / "dflash" / "presets" / "tiny.toml").read_text())
+    tables["shapes"]["rows"] = 2
+    tables["loss"]["chunk_blocks"] //= 3
+    tables["optimizer"] |= {"accumulate": 3, "epochs": 4}
+    world = World(tmp_path / "tiny", tables)
+    changes = {name: tables[name] for name in ("drafter", "shapes", "loss", "optimizer")}
+    alone = world.train("alone", "colocated:1", **changes)
+    assert same(world.train("5-3", "5:3", **changes), alone, tables)
+    assert same(world.train("5-3-threads", "5:3", 'launcher="threads"', **changes), alone, tables)
 
 
 @pytest.mark.parametrize(
