@@ -6,6 +6,7 @@ torch is imported only once the arguments are known to be right: a wrong flag sh
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -48,6 +49,12 @@ USAGE_ERRORS: type[Exception] = next(
 
 WORKERS = "Workers"
 
+LARGEST_SEED = 2**63 - 1
+"""What torch takes."""
+
+PATHS = ("--run", "--text", "--data", "--features", "--out", "--key", "--timeline")
+"""Options that name a place. An empty one would be the folder where the user stands, with a run spread out in it."""
+
 
 class Launcher(StrEnum):
     """What a worker is."""
@@ -70,7 +77,7 @@ app.command(epilog=cli_bench.EXAMPLES)(cli_bench.bench)
 @app.command(epilog=EXAMPLES)
 def train(
     config: Annotated[str, typer.Option(help="Preset (tiny, qwen3-4b, qwen3-8b) or a TOML file.")] = "tiny",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of everything that is drawn.")] = 0,
     run: Annotated[
         Path | None, typer.Option(help="Folder of the run. By default in runs/: an unfinished or a new one.")
     ] = None,
@@ -235,6 +242,7 @@ def full_output(probe: bytes = b"") -> Failure | None:
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit code; whatever a user can mend is one sentence, not a traceback."""
     try:
+        _require_names(argv)
         code = typer.main.get_command(app).main(list(argv), prog_name="dflash", standalone_mode=False)
     except Failure as failure:
         return report(failure)
@@ -252,6 +260,13 @@ def main(argv: Sequence[str]) -> int:
     if (refused := full_output()) is not None:
         return report(refused)
     return int(code or 0)
+
+
+def _require_names(argv: Sequence[str]) -> None:
+    for option, value in itertools.pairwise([*argv, "-"]):
+        if (option in PATHS and not value) or option in {f"{name}=" for name in PATHS}:
+            name = option.removesuffix("=")
+            raise Failure(Exit.USAGE, f"`{name}` names nothing", hint="if a variable stands there, it is empty")
 
 
 def _misused(error: Exception, argv: Sequence[str]) -> int:

@@ -43,7 +43,7 @@ from dflash.model import Drafter
 from dflash.stopping import Stop, listening
 from dflash.topology import ONE, Plan, remarks
 from dflash.worker import Job
-from env.errors import Exit, Failure
+from env.errors import Exit, Failure, visible
 
 RUNS = Path("runs")
 """Where runs go unless `--run` names a folder."""
@@ -426,4 +426,4 @@ def _track(course: Course, title: str, total: int, unit: str = "steps") -> Abstr
 def say(line: str) -> None:
     """One line for whoever watches, beside the results on standard output."""
     with suppress(BrokenPipeError):  # whoever read the log has gone; the run need not
-        print(line, file=sys.stderr, flush=True)
+        print(visible(line), file=sys.stderr, flush=True)

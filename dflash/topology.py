@@ -15,6 +15,8 @@ from dflash.config import Optimizer
 from env.errors import Exit, Failure
 
 Launcher = Literal["processes", "threads"]
+MOST = 64
+"""Workers on a node without GPUs: each takes a gigabyte, and a slip of the finger must not start a thousand."""
 FORMS = "`T:D` (targets:drafters, as in `5:3`) or `colocated` (`colocated:N` for N workers)"
 
 
@@ -187,6 +189,11 @@ def check(topology: Topology, *, accumulate: int, nodes: int, devices: int | Non
             Exit.HOST,
             f"--topology {topology}: {here} workers on this node, but {devices} visible GPUs",
             hint="each worker has a GPU of its own; CUDA_VISIBLE_DEVICES says which are visible",
+        )
+    if here > MOST:
+        raise Failure(
+            Exit.HOST,
+            f"--topology {topology}: {here} workers on this node, which has no GPU; at most {MOST} share a node's CPUs",
         )
 
 

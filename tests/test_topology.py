@@ -60,6 +60,7 @@ def test_targets_come_first_and_every_rank_has_one_role() -> None:
         ((1, 2), {"accumulate": 1}, Exit.USAGE, "2 drafters cannot share a step of one forward pass"),
         ((2, 1), {"nodes": 2}, Exit.USAGE, "3 workers cannot be spread equally over 2 nodes"),
         ((5, 3), {"devices": 4}, Exit.HOST, "8 workers on this node, but 4 visible GPUs"),
+        ((99999, 1), {}, Exit.HOST, "100000 workers on this node, which has no GPU; at most 64 share a node's CPUs"),
     ],
 )
 def test_what_cannot_be_is_refused_with_both_values(
