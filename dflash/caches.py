@@ -147,7 +147,11 @@ def verified(
         raise Failure(
             Exit.CACHE,
             f"there is no baked cache to verify for this configuration on {found}",
-            details=[notice for notice in choice.notices if notice not in {store.NONE_BAKED, store.EARLIER}],
+            details=[
+                notice.replace(", so this run compiles for itself", "")
+                for notice in choice.notices
+                if notice not in {store.NONE_BAKED, store.EARLIER}
+            ],
             hint=f"`nox -s bake -- --config {shlex.quote(name)}{card}` makes one",
         )
     os.environ.update(choice.environ)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -215,6 +216,8 @@ def verify(
             Exit.USAGE, "`--key` signs what `--harvest` seals, which is not asked for", hint="add `--harvest`"
         )
     configs.load(config)  # a wrong one is told before torch is imported
+    if not re.fullmatch(r"|cpu|cuda(:\d{1,3})?", device):
+        raise Failure(Exit.USAGE, f"--device {device}: must be `cpu`, or a GPU as in `cuda:0`")
     from dflash.caches import verified
 
     for line in verified(config, device, harvest=harvest, key=key, picture=timeline):

@@ -75,3 +75,11 @@ def test_a_program_that_is_started_without_a_standard_stream_has_one(closed: str
     command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run(command, env=environ, cwd=tmp_path, stdin=subprocess.DEVNULL, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("device", ["banana", "cuda:x", "mps", "cuda:0 "])
+def test_a_device_that_cannot_be_is_a_usage_error(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from dflash.cli import main
+
+    assert main(["verify", "--device", device]) == Exit.USAGE
+    assert capsys.readouterr().err == f"error: --device {device}: must be `cpu`, or a GPU as in `cuda:0`\n"
