@@ -97,6 +97,8 @@ def rewrite(
             when the disk refuses.
     """
     files = chats.files(path)
+    if out.is_dir():
+        raise Failure(Exit.USAGE, f"`{out}` is a folder", hint="name a file with `--out`")
     if out.resolve() in {file.resolve() for file in files}:
         raise Failure(Exit.USAGE, f"`{out}` is the data themselves", hint="name another file with `--out`")
     with appending.occupied(out):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from dflash.stopping import Stop
@@ -116,6 +116,10 @@ def split(model: PreTrainedModel, name: str) -> PreTrainedModel:
         hint = "`nox -s data -- features --split 2` starts two"
         raise Failure(Exit.USAGE, f"the target `{name}` is to be split over processes, but there is one", hint=hint)
     size = dist.get_world_size()
+    ragged = uneven(model.config, size)
+    if ragged:
+        message = f"the target `{name}` cannot be split {size} ways: {', '.join(ragged)}"
+        raise Failure(Exit.INPUT, message, hint="`--split` must divide each of them")
     kind: Any = type(model)
     untyped: Any = model
     output = untyped.get_output_embeddings()
@@ -129,6 +133,16 @@ def split(model: PreTrainedModel, name: str) -> PreTrainedModel:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Failure(Exit.INPUT, f"transformers cannot split the target `{name}` {size} ways: {said}") from None
     return made
+
+
+def uneven(config: PretrainedConfig, size: int) -> list[str]:
+    """The numbers of a model that cannot be shared equally by so many processes, as `name is value`.
+
+    transformers' plans cut the projections anyway, and the first pass then fails in a reshape.
+    """
+    text = config.get_text_config()
+    counts = {name: getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    return [f"{name} is {count}" for name, count in counts.items() if isinstance(count, int) and count % size]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -109,6 +109,7 @@ def test_features_are_written_for_a_configuration(place: Path, capsys: pytest.Ca
         (["regenerate"], {}, Exit.USAGE, "--out"),
         (["regenerate"], {"out": "a", "temperature": "-1"}, Exit.USAGE, "--temperature"),
         (["regenerate"], {"out": "chats.jsonl"}, Exit.USAGE, "is the data themselves"),
+        (["regenerate"], {"out": "/"}, Exit.USAGE, "`/` is a folder"),
         (["regenerate"], {"out": "a", "target": "templateless"}, Exit.INPUT, "has no chat template"),
         (["regenerate"], {"out": "c", "data": "blank.jsonl"}, Exit.INPUT, "nothing was written of the 2 lines"),
         (["features"], {"out": "b", "config": "tiny"}, Exit.INPUT, "is not the one that the drafter is configured for"),

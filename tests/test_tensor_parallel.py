@@ -105,3 +105,10 @@ def test_a_target_cannot_be_split_over_one_process() -> None:
     with pytest.raises(Failure, match="is to be split over processes, but there is one") as caught:
         tensor_parallel.split(chatting.model(), "tiny")
     assert caught.value.code is Exit.USAGE
+
+
+def test_heads_that_cannot_be_shared_equally_are_named() -> None:
+    shape = transformers.Qwen3Config(num_attention_heads=32, num_key_value_heads=8)
+    assert tensor_parallel.uneven(shape, 3) == ["num_attention_heads is 32", "num_key_value_heads is 8"]
+    assert tensor_parallel.uneven(shape, 16) == ["num_key_value_heads is 8"]
+    assert tensor_parallel.uneven(shape, 8) == []
