@@ -11,6 +11,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -142,7 +143,7 @@ def bake(
     work = kitchen.home / digest([job, recipe.identity(), bakers.compilers(kitchen.python)])[:32]
     note = work.with_suffix(".sealed")
     with _storage(kitchen.home), _alone(work):
-        if not kitchen.again and (before := _earlier(note, say)) is not None:
+        if not kitchen.again and (before := _earlier(note, kitchen, say)) is not None:
             return before
         compiled = _kept(work / "compiled.json", lambda: _compile(kitchen.python, job, work, kernels, say))
         proof = _kept(work / "proof.json", lambda: _prove(kitchen.python, job, work, compiled, say))
@@ -152,13 +153,19 @@ def bake(
     return Baked(folder=folder, manifest=sealed, seconds=compiled["seconds"])
 
 
-def _earlier(note: Path, say: Say) -> Baked | None:
-    """The cache that an earlier bake of the same thing sealed, if it is still there and whole."""
+def _earlier(note: Path, kitchen: Kitchen, say: Say) -> Baked | None:
+    """The cache that an earlier bake of the same thing sealed, if it is still there, whole, and as this one asks."""
     try:
         folder = Path(note.read_text(encoding="utf-8"))
     except OSError:
         return None
     if not folder.is_dir():
+        return None
+    if folder.parent.absolute() != kitchen.out.absolute():
+        say(f"baking anew, as what was baked before is in {folder.parent}, and not in {kitchen.out}")
+        return None
+    if kitchen.key is not None and examine.signature_of(folder) is None:
+        say("baking anew, as what was baked before is not signed")
         return None
     try:
         found, _ = examine.examine(
@@ -307,9 +314,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _indices(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"-?\d{1,3}(,-?\d{1,3})*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of indices, as in 5,6,7")
     found = tuple(int(word) for word in text.split(","))
     if min(found) < 0 or len(set(found)) < len(found):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} names one twice, or one below 0")
     return found
 
 
@@ -328,6 +337,10 @@ def main(argv: Sequence[str]) -> int:
     cards: list[Gpu | None] = [gpus.find(name) for name in dict.fromkeys(options.gpu)] or [None]
     if cards == [None] and options.devices != (0,):
         raise Failure(Exit.USAGE, "`--devices` is given without a card", hint="add `--gpu h200`, for example")
+    if options.key is not None and not options.key.is_file():  # before minutes of compiling
+        raise Failure(
+            Exit.USAGE, f"`--key {options.key}`: there is no such file", hint="`ssh-keygen -t ed25519` makes one"
+        )
     caches = places.cache_home(os.environ).path
     kitchen = Kitchen(
         python=options.interpreter.absolute() if options.interpreter else _locked(options.variant, options.python),

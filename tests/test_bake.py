@@ -59,22 +59,37 @@ def test_what_was_baked_before_is_found_again_until_it_is_gone(cooked: tuple[Kit
     assert again.folder == baked.folder
     assert again.seconds is None
     assert "baked before" in again.sentence()
-    assert bake._earlier(place.home / "never.sealed", lambda _: None) is None
+    assert bake._earlier(place.home / "never.sealed", place, lambda _: None) is None
+
+
+def test_what_was_baked_for_another_folder_or_without_a_signature_is_not_what_was_asked_for(
+    cooked: tuple[Kitchen, Baked, list[str]], tmp_path: Path
+) -> None:
+    place, baked, _ = cooked
+    (note := tmp_path / "note").write_text(str(baked.folder))
+    said: list[str] = []
+    assert bake._earlier(note, place, said.append) is not None
+    assert bake._earlier(note, dataclasses.replace(place, out=tmp_path / "share"), said.append) is None
+    assert bake._earlier(note, dataclasses.replace(place, key=tmp_path / "key"), said.append) is None
+    assert said == [
+        f"baking anew, as what was baked before is in {place.out}, and not in {tmp_path / 'share'}",
+        "baking anew, as what was baked before is not signed",
+    ]
 
 
 def test_what_was_baked_before_and_is_damaged_is_not_taken_for_it(
     cooked: tuple[Kitchen, Baked, list[str]], tmp_path: Path
 ) -> None:
     """A launch that refuses a cache says to bake it; then baking must not say that it was baked before."""
-    folder, note = tmp_path / "sealed", tmp_path / "note"
-    said: list[str] = []
+    folder, note = tmp_path / "sealed" / "it", tmp_path / "note"
+    place, said = kitchen(tmp_path), list[str]()
     shutil.copytree(cooked[1].folder, folder)
     note.write_text(str(folder))
-    assert bake._earlier(note, said.append) is not None
+    assert bake._earlier(note, place, said.append) is not None
     file = next(path for path in sorted((folder / "cache").rglob("*")) if path.is_file() and path.stat().st_size)
     file.chmod(0o644)
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
-    assert bake._earlier(note, said.append) is None
+    assert bake._earlier(note, place, said.append) is None
     assert said[-1].startswith(f"baking anew, as what was baked before is damaged: {file}")
 
 
@@ -298,6 +313,9 @@ def test_the_command_bakes_a_configuration_for_each_device_of_a_card(tmp_path: P
     ("arguments", "words"),
     [
         (["--config", "tiny", "--gpu", "rtx-pro-600"], "did you mean `--gpu rtx-pro-6000`?"),
+        (["--config", "tiny", "--key", "none"], "`--key none`: there is no such file"),
+        (["--config", "tiny", "--gpu", "h200", "--devices", "x"], "'x' is no list of indices, as in 5,6,7"),
+        (["--config", "tiny", "--gpu", "h200", "--devices", "0,0"], "'0,0' names one twice"),
         ([], "no configuration is given"),
         (["--config", "tiny", "--devices", "1,2"], "`--devices` is given without a card"),
         (["--config", "tinny", "--gpu", "h200", "--interpreter", sys.executable], "did you mean `--config tiny`?"),

@@ -6,7 +6,9 @@ import argparse
 import importlib.util
 import json
 import logging
+import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -83,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     made = command(
         "prune", _prune, "Free caches, and what killed processes left. Shows what it would free unless --yes is given."
     )
-    made.add_argument("--keep", type=int, default=0, metavar="N", help="of each kind, keep the N last used")
-    made.add_argument("--older-than", metavar="DAYS", type=float, help="only those unused for so many days")
+    made.add_argument("--keep", type=_whole, default=0, metavar="N", help="of each kind, keep the N last used")
+    made.add_argument("--older-than", metavar="DAYS", type=_days, help="only those unused for so many days")
     made.add_argument("--yes", action="store_true", help="do it")
 
     made = command("trust", _trust, "Take over a sealed cache: note that its manifest is believed from now on.")
@@ -93,6 +95,22 @@ def _parser() -> argparse.ArgumentParser:
     made = command("factors", _factors, "Print every factor of the training environment's cache keys as JSON.")
     identity(made)
     return parser
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of caches")
+    return int(text)
+
+
+def _days(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of days")
+    return found
 
 
 # What this machine needs a cache for

@@ -121,13 +121,20 @@ def _settle(building: Path, folder: Path, made: Manifest, data: bytes, believed:
                 sign.check(bytes_found, signature_of(place), believed, str(place))
         except Failure:
             continue
-        try:
-            examine(place, sign.Trust(policy="unsigned"))
-        except Failure:  # the same, but damaged: sealing it anew is what whoever refused it said to do
+        # the same, but damaged: sealing it anew is what whoever refused it said to do; or not signed, and now it is
+        if not _is_whole(place) or (signature_of(building) is not None and signature_of(place) is None):
             _replace(place, building)
             return place, made
         return place, found
     raise Failure(Exit.CACHE, f"{folder / names[-1]} is in the way and is not what its name says", hint="move it away")
+
+
+def _is_whole(place: Path) -> bool:
+    try:
+        examine(place, sign.Trust(policy="unsigned"))
+    except Failure:
+        return False
+    return True
 
 
 def _replace(place: Path, building: Path) -> None:

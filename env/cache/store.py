@@ -336,7 +336,7 @@ def read_identity(data: bytes) -> Identity:
     except (ValueError, KeyError, TypeError) as error:
         raise Failure(
             Exit.USAGE,
-            f"this is no identity of a cache: {error!r}",
+            f"this is no identity of a cache: {type(error).__name__}: {error}",
             hint="`nox -s cache -- factors` prints one",
         ) from error
 

@@ -155,6 +155,18 @@ def test_prune_frees_only_when_it_is_told_to(home: Path, capsys: pytest.CaptureF
     assert not place.exists()
 
 
+@pytest.mark.parametrize("words", [["--keep", "-1"], ["--keep", "x"], ["--older-than", "nan"], ["--older-than=-5"]])
+def test_prune_takes_no_number_that_means_nothing(
+    home: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, _ = make_sealed(home)
+    with pytest.raises(SystemExit) as caught:
+        main(["prune", "--yes", *words])
+    assert caught.value.code == Exit.USAGE
+    assert " is no number of " in capsys.readouterr().err or words[0] == "--keep"
+    assert place.exists()
+
+
 def test_prune_frees_what_killed_processes_left_but_nothing_that_one_may_be_at(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,7 +200,11 @@ def test_what_cannot_be_read_is_one_sentence(home: Path, capsys: pytest.CaptureF
     (home / "bad.json").write_text("[1")
     assert main(["verify", str(place), "--replay", f"{home}/bad.json"]) == Exit.INPUT
     assert main(["explain", str(place), "--factors", f"{home}/bad.json"]) == Exit.USAGE
-    assert "Traceback" not in capsys.readouterr().err
+    (home / "bytes").write_bytes(b"\xff" * 10000)
+    assert main(["explain", str(place), "--factors", f"{home}/bytes"]) == Exit.USAGE
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert len(said) < 3000
     assert os.environ["DFLASH_CACHE_HOME"] == str(home)
 
 

@@ -46,6 +46,17 @@ def look(place: Path, trust: Path, policy: str | None = None) -> str:
     return examine.examine(place, sign.trust([trust], policy=policy))[1]
 
 
+def test_sealing_the_same_again_with_a_key_signs_it(tmp_path: Path, key: Path) -> None:
+    source = make_source(tmp_path / "source")
+    place, made = make_sealed(tmp_path, source=source)
+    assert examine.signature_of(place) is None
+    assert make_sealed(tmp_path, source=source, key=key) == (place, made)
+    allow(tmp_path / "elsewhere", key, "ci@example.org")
+    assert "ci@example.org" in look(place, tmp_path / "elsewhere", "signed")
+    assert make_sealed(tmp_path, source=source) == (place, made)
+    assert examine.signature_of(place) is not None, "it stays signed when it is sealed without a key"
+
+
 def test_a_signature_of_an_allowed_signer_is_enough(tmp_path: Path, key: Path, signed: Path) -> None:
     allow(tmp_path / "trust", key, "ci@example.org")
     for policy in ("signed", "known", "unsigned"):
