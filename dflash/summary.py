@@ -84,7 +84,8 @@ def _facts(content: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
             for how in ("hit", "miss", "bypass")
         )
         first = caches["first_step_seconds"]
-        said = f"{hit} hit, {missed} missed, {bypassed} bypassed; first step {first:.1f} s, cache {caches['kind']}"
+        kind = "of an earlier run" if caches["kind"] == "cold" and not missed else caches["kind"]
+        said = f"{hit} hit, {missed} missed, {bypassed} bypassed; first step {first:.1f} s, cache {kind}"
         facts.append(("compiled kernels", said))
     phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in content["seconds"].items())
     total = duration(sum(content["seconds"].values()))

@@ -105,6 +105,7 @@ def test_the_second_run_is_the_same_and_every_kernel_hits(trainer: Trainer, whol
     ended = trainer.run("--run", "again")
     assert ended.returncode == 0, ended.stderr
     assert_the_same(whole, trainer.folder / "again")
+    assert "cache of an earlier run" in ended.stdout
     caches = summary(trainer.folder / "again")["caches"]
     assert caches["autograd_hit"] > 0
     assert caches["fx_hit"] > 0
