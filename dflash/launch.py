@@ -300,25 +300,40 @@ def _failed(agent: Agent, plan: Plan) -> Failure:
 def wait_for_job(wanted: Job, nodes: Nodes, say: Callable[[str], None], stop: Stop) -> None:
     """Let a node other than 0 wait until node 0 has done what is done once: target, samples, packing.
 
+    What an earlier start has left there, under another topology perhaps, is not node 0's word for this one.
+
     Raises:
         Failure: Exit.USAGE, when node 0 prepares something else.
         Stopped: when a signal asked for it.
     """
-    place, said = Path(wanted.folder) / JOB, False
-    while not place.exists():
+    place, begun, said = Path(wanted.folder) / JOB, time.time(), False
+    patience = float(nodes.rdzv_conf.get("join_timeout", JOIN))
+    here = json.loads(json.dumps(asdict(wanted)))
+    while True:
+        prepared, written = _prepared(place)
+        prepared |= {"status": wanted.status} if prepared else {}
+        differing = [name for name, value in here.items() if prepared.get(name) != value]
+        if not differing:
+            return
+        if prepared and (written > begun or time.time() - begun > patience):
+            raise Failure(
+                Exit.USAGE,
+                f"node {nodes.node_rank} was given something else than node 0: {', '.join(differing)}",
+                details=[f"{name}: {here[name]} here, {prepared.get(name)} there" for name in differing],
+                hint="give every node the same command; only `--node-rank` and `--local-addr` differ",
+            )
         if not said:
             say(f"node {nodes.node_rank} waits for node 0 to prepare `{wanted.folder}`, which both must share")
             said = True
         if stop.asked():
             raise stop.stopped("while node 0 prepared the run")
         time.sleep(0.5)
-    prepared = {**json.loads(place.read_text(encoding="utf-8")), "status": wanted.status}
-    here = json.loads(json.dumps(asdict(wanted)))
-    differing = [name for name, value in here.items() if prepared.get(name) != value]
-    if differing:
-        raise Failure(
-            Exit.USAGE,
-            f"node {nodes.node_rank} was given something else than node 0: {', '.join(differing)}",
-            details=[f"{name}: {here[name]} here, {prepared.get(name)} there" for name in differing],
-            hint="give every node the same command; only `--node-rank` and `--local-addr` differ",
-        )
+
+
+def _prepared(place: Path) -> tuple[dict[str, Any], float]:
+    """What node 0 has written for the others, and when; nothing where it has not yet."""
+    try:
+        found: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
+        return found, place.stat().st_mtime
+    except FileNotFoundError:
+        return {}, 0.0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
@@ -89,7 +91,24 @@ def test_a_checkpoint_of_a_state_that_was_spread_serves_any_topology_and_any_oth
     assert distance(handed_on, alone) < BOUND
 
 
-def test_a_full_run_spread_over_workers_stops_on_sigterm_goes_on_and_comes_to_its_summary(world: World) -> None:
+def as_kubernetes_starts(node: int, port: int) -> dict[str, str]:
+    """The variables that `docker/kubernetes/job.yaml` gives a node, for two that are on this host."""
+    given = {
+        "HF_HUB_OFFLINE": "1",
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": str(node),
+        "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+        "PET_RDZV_ID": "a-controller",
+        "PET_LOCAL_ADDR": "127.0.0.1",
+    }
+    job = (ROOT / "docker" / "kubernetes" / "job.yaml").read_text()
+    assert set(re.findall(r"- name: ((?:PET|HF)_\w+)", job)) == set(given)
+    return given
+
+
+def test_a_full_run_stops_on_sigterm_and_comes_to_its_summary_on_two_nodes_as_kubernetes_starts_them(
+    world: World,
+) -> None:
     from test_pipeline import MICRO, Trainer
 
     trainer = Trainer(world.folder)
@@ -105,9 +124,15 @@ def test_a_full_run_spread_over_workers_stops_on_sigterm_goes_on_and_comes_to_it
     assert code == Exit.TERMINATED, said
     assert "stopped: step " in said
     done = lines(folder)
-    again = trainer.run("--run", str(folder), "--topology", "1:2")
-    assert again.returncode == 0, again.stderr
-    assert "targets busy" in again.stderr
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nodes = []
+    for node in (0, 1):
+        trainer.environ |= as_kubernetes_starts(node, port)
+        nodes.append(trainer.start("--run", str(folder), "--topology", "1:1"))
+    (code, said), (other, heard) = (ended(node) for node in nodes)
+    assert (code, other) == (0, 0), said + heard
+    assert "targets busy" in said + heard  # by drafter 0, which is on the second one
     content = json.loads((folder / "summary.json").read_text())
     assert lines(folder) == content["steps"] > done
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from dflash import config, flow, topology
+from dflash import config, flow, launch, topology
+from dflash.stopping import Stop
 from dflash.topology import Nodes, Topology
+from dflash.worker import Job
 from env.errors import Exit, Failure
 
 shapes = some.builds(Topology, targets=some.integers(1, 9), drafters=some.integers(1, 9))
@@ -146,3 +152,35 @@ def test_a_state_that_is_spread_needs_a_process_group_and_as_many_passes_for_eac
     assert (threads.code, "no process group" in threads.message) == (Exit.USAGE, True)
     uneven = refusal(topology.require_shardable, Topology(targets=1, drafters=3), "processes", 4)
     assert (uneven.code, "3 drafters cannot share 4 passes" in uneven.message) == (Exit.USAGE, True)
+
+
+def job(folder: Path, *, drafters: int) -> Job:
+    """What a launcher would tell its workers."""
+    names = {name: str(folder / name) for name in ("target", "rows")}
+    return Job(tables={}, seed=0, **names, folder=str(folder), topology=[1, drafters], launcher="processes", status="")
+
+
+def test_a_node_waits_for_what_node_0_prepares_now_whatever_an_earlier_start_has_left(tmp_path: Path) -> None:
+    place, nodes = tmp_path / launch.JOB, Nodes(nnodes=2, node_rank=1)
+    earlier, wanted = job(tmp_path, drafters=2), job(tmp_path, drafters=1)
+    place.write_text(json.dumps(asdict(earlier)))
+    os.utime(place, (time.time() - 60,) * 2)
+    told: list[str] = []
+
+    def say(line: str) -> None:
+        told.append(line)
+        place.write_text(json.dumps(asdict(wanted)))
+
+    launch.wait_for_job(wanted, nodes, say, Stop())
+    assert told == [f"node 1 waits for node 0 to prepare `{tmp_path}`, which both must share"]
+
+
+def test_a_node_that_was_given_something_else_than_node_0_is_refused(tmp_path: Path) -> None:
+    place, nodes = tmp_path / launch.JOB, Nodes(nnodes=2, node_rank=1, rdzv_conf={"join_timeout": "1"})
+    wanted = job(tmp_path, drafters=1)
+    place.write_text(json.dumps(asdict(job(tmp_path, drafters=2))))
+    for age in (-60, 60):  # written after the node has begun to wait, and long before, by a node 0 that came first
+        os.utime(place, (time.time() - age,) * 2)
+        failure = refusal(launch.wait_for_job, wanted, nodes, lambda _: None, Stop())
+        assert failure.code is Exit.USAGE
+        assert failure.details == ("topology: [1, 1] here, [1, 2] there",)
