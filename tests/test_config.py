@@ -157,3 +157,10 @@ def test_a_configuration_that_cannot_be_had_is_refused(
         config.load(name)
     assert sentence in caught.value.message
     assert (caught.value.hint or "").startswith(hint or "")
+
+
+def test_a_state_is_not_spread_under_an_optimizer_that_turns_whole_matrices() -> None:
+    recipe = config.load("tiny").optimizer
+    assert dataclasses.replace(recipe, kind="adamw", shard=True).shard
+    with pytest.raises(ValueError, match='shard is true, which needs kind = "adamw"'):
+        dataclasses.replace(recipe, kind="muon", shard=True)
