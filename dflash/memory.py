@@ -32,6 +32,11 @@ class Shards:
     """The same over Gloo, for threads that write checkpoints while the others' collectives go on."""
 
 
+def peak(device: torch.device) -> dict[str, float]:
+    """The most bytes that tensors have taken on a GPU so far, for the metrics; nothing elsewhere."""
+    return {"peak_memory_bytes": float(torch.cuda.max_memory_allocated(device))} if device.type == "cuda" else {}
+
+
 def recompute(drafter: Drafter) -> None:
     """Keep only what goes into each decoder layer, and compute its insides again in the backward pass."""
     for layer in drafter.layers:

@@ -155,7 +155,8 @@ def train(
             timing, halt = _together(place, source, stop)
             tokens = settings.shapes.rows * settings.shapes.sequence * settings.optimizer.accumulate
             if metrics is not None:
-                metrics.add(step + 1, numbers, {"tokens_per_second": tokens / seconds, **timing})
+                use = {"tokens_per_second": tokens / seconds, **memory.peak(place.device)}
+                metrics.add(step + 1, numbers, {**use, **timing})
                 loss = math.nan if numbers["loss"] is None else numbers["loss"]
                 note = flow_note(timing)
                 watch(Step(step=step + 1, total=work.total, loss=loss, tokens=tokens, seconds=seconds, note=note))
