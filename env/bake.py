@@ -300,7 +300,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--config", action="append", default=[], help="a preset or a TOML file; may be given repeatedly")
     made.add_argument("--gpu", action="append", default=[], help="a card of `--list`; none: this CPU's own kernels")
     made.add_argument("--devices", type=_indices, default=(0,), help="indices of the cards in one process, as in 5,6,7")
-    made.add_argument("--variant", help=f"torch and CUDA to bake for (default {variants.DEFAULT})")
+    made.add_argument("--variant", help=f"torch and CUDA to bake for ({variants.UNLESS_GIVEN})")
     made.add_argument("--python", help="Python that will train, as in 3.12; its version is in every key")
     made.add_argument("--interpreter", type=Path, help="bake with this environment's Python instead of the locked one")
     made.add_argument("--out", type=Path, help="folder for sealed caches (default: the user's cache folder)")

@@ -1249,7 +1249,9 @@ def _mend(drift: Drift) -> str:
 
 
 def _default() -> str:
-    """The variant that commands mean without `--variant`; read only when something is to be said."""
+    """The variant that commands mean without `--variant`, as in env/variants.py; read only when something is said."""
+    if named := os.environ.get("DFLASH_VARIANT"):
+        return named
     try:
         text = Path(__file__).with_name("variants.toml").read_text(encoding="utf-8")
     except OSError:

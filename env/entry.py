@@ -28,6 +28,9 @@ from env.errors import Exit, Failure, report
 GUARDED = ("train", "verify")
 """Sessions that the host must be fit for."""
 
+LAUNCHED = (*GUARDED, "data", "bench")
+"""Sessions that run in the image's environment."""
+
 COLD = "DFLASH_ALLOW_COLD"
 """Set to 1, it lets a card without baked kernels compile for itself."""
 
@@ -58,8 +61,9 @@ def main(argv: Sequence[str]) -> int:
     command = list(argv) or ["nox", "-s", "train"]
     try:
         os.environ.update(prepared(os.environ))
+        if guarded(command, LAUNCHED):
+            refuse_other_variant(command, variants.load().variant(environ=os.environ).name)
         if guarded(command):
-            refuse_other_variant(command, os.environ.get("DFLASH_VARIANT"))
             look(os.environ)
     except Failure as failure:
         return report(failure)
@@ -71,11 +75,11 @@ def main(argv: Sequence[str]) -> int:
         return report(Failure(Exit.USAGE, f"`{command[0]}` is no program"))
 
 
-def guarded(command: Sequence[str]) -> bool:
-    """Whether a command trains or verifies."""
+def guarded(command: Sequence[str], sessions: Sequence[str] = GUARDED) -> bool:
+    """Whether a command is one of those sessions: one that trains or verifies."""
     words = list(command)
     name = Path(words[0]).name
-    return name == "nox" and any(session in GUARDED for session in words) and not {"-h", "--help"} & set(words)
+    return name == "nox" and any(session in sessions for session in words) and not {"-h", "--help"} & set(words)
 
 
 def prepared(environ: Mapping[str, str]) -> dict[str, str]:
@@ -112,7 +116,7 @@ def look(environ: Mapping[str, str]) -> None:
         Failure: Exit.HOST, with need, have and what to do; Exit.CACHE, when a sealed cache was altered.
     """
     matrix = variants.load()
-    variant = matrix.variant(environ.get("DFLASH_VARIANT"))
+    variant = matrix.variant(environ=environ)
     host = gather(variant, hashes=False)
     plan = Plan(variant=variant, matrix=matrix)
     refuse_unfit(host, plan)
@@ -129,7 +133,7 @@ def look(environ: Mapping[str, str]) -> None:
         say(sentence)
 
 
-def refuse_other_variant(command: Sequence[str], ours: str | None) -> None:
+def refuse_other_variant(command: Sequence[str], ours: str) -> None:
     """Refuse a variant that the image does not hold: a read-only root cannot be given another environment.
 
     Raises:
@@ -137,7 +141,7 @@ def refuse_other_variant(command: Sequence[str], ours: str | None) -> None:
     """
     words = [word for argument in command for word in argument.split("=", 1)]
     asked = words[words.index("--variant") + 1] if "--variant" in words[:-1] else ours
-    if ours is not None and asked != ours:
+    if asked != ours:
         raise Failure(
             Exit.USAGE,
             f"this image holds {ours}, not {asked}",

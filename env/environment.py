@@ -43,10 +43,35 @@ def ensure(variant: str | None, extra: Sequence[str] = (), python: str | None = 
     """
     place = python_of(variant, extra, python).parent.parent
     if not _is_there(place, _locks(variant, extra), follow=bool(extra)):
+        if variant is not None:
+            refuse_unmakable(variant, extra, python)
         with exclusively(place) as guard:
             if not _is_there(place, _locks(variant, extra), follow=bool(extra)):  # someone may have made it meanwhile
                 _make(place, variant, extra, python, guard)
     return place / "bin" / "python"
+
+
+def refuse_unmakable(variant: str, extra: Sequence[str] = (), python: str | None = None) -> None:
+    """Refuse an environment that is not there and cannot be made where others are: an image holds that of one variant.
+
+    Raises:
+        Failure: Exit.USAGE, with what is there.
+    """
+    place = python_of(variant, extra, python).parent.parent
+    made = (path.parent for path in HOME.glob("*/pyvenv.cfg"))
+    held = sorted(path.name for path in made if not path.suffix.startswith((".building-", ".old-")))
+    if place.name in held or not held or os.access(HOME, os.W_OK):
+        return
+    named = os.environ.get(variants.NAMED)
+    hint = f"`--variant {held[0].partition('-')[0]}` is there"
+    if named:  # as in every image
+        hint = f"each variant has an image of its own: `nox -s image -- --variant {variant}` builds that one"
+    raise Failure(
+        Exit.USAGE,
+        f"{HOME} holds {', '.join(held)}, not {place.name}, and cannot be written",
+        details=[f"{variants.NAMED} names {named}"] if named == variant else (),
+        hint=hint,
+    )
 
 
 def repair(variant: str, python: str | None = None) -> Path:

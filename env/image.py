@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from env import base, bootstrap, gpus, identity, index, labels, oci, record, remote, variants
+from env import base, bootstrap, gpus, identity, index, labels, record, remote, stored, variants
 from env.building import say, terminable
 from env.doctor.plan import runs_on
 from env.errors import Exit, Failure
@@ -295,23 +295,17 @@ def _run(words: Sequence[str]) -> None:
 
 
 def inspect(name: str) -> str:
-    """What an image says of itself, checked: a reference in a registry, or `oci:FILE`, an archive or folder.
+    """What an image says of itself, checked: one of the engine's or of a registry, or `oci:FILE`, an archive or folder.
 
     Raises:
         Failure: Exit.INPUT, when it is no image of this project or altered; Exit.DRIFT, when of another lock.
     """
-    if name.startswith("oci:"):
-        image = oci.Layout(Path(name.removeprefix("oci:"))).image()
-        digest, told, layers = image.digest, image.labels, list(image.layers)
-    else:
-        reference = remote.reference(name)
-        manifest = remote.manifest(reference)
-        digest = reference.digest or remote.digest_of(reference)
-        told, layers = remote.remote_labels(reference), manifest["layers"]
-    found = labels.read(told, name)
+    image = stored.find(name)
+    layers = image.layers
+    found = labels.read(image.labels, name)
     labels.require_locked(found, name)
     rows = [
-        ("digest", digest),
+        ("digest", image.digest),
         ("variant", f"{found.variant}, Python {found.python}, driver {found.driver} or newer"),
         ("env_id", found.env_id),
         ("revision", found.revision),
@@ -330,6 +324,7 @@ examples:
   nox -s image -- --output oci:image.tar              a file
   nox -s image -- --output push:registry.example/dflash:1
   nox -s image -- --print                             the bake file, for `docker buildx bake`
+  nox -s image -- --inspect dflash:cu130              what was built into the engine
   nox -s image -- --inspect registry.example/dflash@sha256:…
 """
 
@@ -343,7 +338,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("--variant", help=f"torch and CUDA (default {variants.DEFAULT})")
+    made.add_argument("--variant", help=f"torch and CUDA ({variants.UNLESS_GIVEN})")
     made.add_argument("--gpu", action="append", help=f"a card to bake for (default {', '.join(GPUS)}); `none` for none")
     made.add_argument(
         "--config", action="append", help=f"what to bake for the cards (default {', '.join(GPU_CONFIGS)})"
@@ -353,7 +348,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--network", choices=("default", "host", "none"), help="of the steps that install")
     made.add_argument("--no-cache", action="store_true", help="take nothing from the builder's cache")
     made.add_argument("--print", action="store_true", dest="show", help="print the bake file and build nothing")
-    made.add_argument("--inspect", metavar="REF", help="print and check an image's labels: REF, or oci:FILE")
+    made.add_argument("--inspect", metavar="REF", help="print and check an image's labels: REF or oci:FILE")
     made.add_argument("--sizes", type=Path, metavar="FILE.png", help="draw the layers of `--inspect`'s image")
     return made
 

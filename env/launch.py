@@ -37,7 +37,7 @@ class Options:
 
 HELP = """\
 Options of every session that runs in a locked environment; all others are the program's own:
-  --variant cu128|cu130|cu132  another torch and CUDA than the default
+  --variant cu128|cu130|cu132  another torch and CUDA than the default, or than DFLASH_VARIANT names
   --python 3.12                another Python than the one that runs the noxfile
   --repair                     make the environment anew from its lock first
   --allow-drift                go on in an environment that is not the locked one, and record that

@@ -101,6 +101,12 @@ class Reference:
     tag: str | None
     digest: str | None
 
+    @property
+    def local(self) -> bool:
+        """Whether it names no registry: `dflash:cu130`, as `nox -s image` calls what it builds into the engine."""
+        first, slash, _ = self.name.partition("/")
+        return not (slash and (first == "localhost" or "." in first or ":" in first))
+
     def __str__(self) -> str:
         if self.digest is not None:  # a digest decides, so a tag beside it would only look as if it counted
             return f"{self.name}@{self.digest}"
@@ -216,13 +222,17 @@ def manifest(image: Reference) -> dict[str, Any]:
     return found
 
 
-def remote_labels(image: Reference) -> dict[str, str]:
-    """The labels of an image in its registry, without pulling a layer.
+def config(image: Reference) -> dict[str, Any]:
+    """The configuration of an image in its registry, without pulling a layer.
 
     buildx holds what it is served against its digest; compare with the pulled image's all the same.
     """
-    found = json.loads(docker("buildx", "imagetools", "inspect", "--format", "{{json .Image}}", str(image)))
-    return dict(found.get("config", {}).get("Labels") or {})
+    return dict(json.loads(docker("buildx", "imagetools", "inspect", "--format", "{{json .Image}}", str(image))))
+
+
+def remote_labels(image: Reference) -> dict[str, str]:
+    """The labels of an image in its registry, without pulling a layer."""
+    return dict(config(image).get("config", {}).get("Labels") or {})
 
 
 def local_labels(image: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from env import environment, oci, remote, variants
+from env import environment, stored, variants
 from env.errors import Exit, Failure
 from env.parts import PARTS
 
@@ -39,7 +39,7 @@ def picture(name: str, file: Path) -> None:
     rows = read(name)
     total = sum(size for _, size in rows)
     told = {"title": f"{len(rows)} layers, {total / 1e9:.2f} GB", "rows": rows, "file": str(file.absolute())}
-    python = environment.ensure(variants.load().default)
+    python = environment.ensure(variants.load().variant().name)
     done = subprocess.run(
         [python, "-I", "-c", DRAW], input=json.dumps(told), text=True, capture_output=True, check=False
     )
@@ -49,18 +49,10 @@ def picture(name: str, file: Path) -> None:
 
 def read(name: str) -> list[tuple[str, int]]:
     """A name and the compressed size of each layer, the lowest first."""
-    if name.startswith("oci:"):
-        image = oci.Layout(Path(name.removeprefix("oci:"))).image()
-        manifest, config = image.manifest, image.config
-    else:
-        reference = remote.reference(name)
-        manifest = remote.manifest(reference)
-        config = json.loads(
-            remote.docker("buildx", "imagetools", "inspect", "--format", "{{json .Image}}", str(reference))
-        )
-    steps = [step for step in config.get("history", ()) if not step.get("empty_layer")]
+    image = stored.find(name)
+    steps = [step for step in image.config.get("history", ()) if not step.get("empty_layer")]
     names = [title(step.get("created_by", "")) for step in steps]
-    sizes = [layer["size"] for layer in manifest["layers"]]
+    sizes = [layer["size"] for layer in image.layers]
     if len(names) != len(sizes):
         names = [f"layer {number}" for number in range(len(sizes))]
     return list(zip(names, sizes, strict=True))

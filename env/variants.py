@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,9 @@ from env.errors import Exit, Failure
 
 ROOT = Path(__file__).resolve().parent.parent
 MATRIX = Path(__file__).with_name("variants.toml")
+
+NAMED = "DFLASH_VARIANT"
+"""The environment variable that names the variant of a command without `--variant`; an image sets it to its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +57,7 @@ class Matrix:
     """Every variant, and what all of them share."""
 
     default: str
-    """The variant of a command without `--variant`."""
+    """The variant of a command without `--variant`, where `DFLASH_VARIANT` names none."""
 
     python: tuple[str, ...]
     """Pythons that the locks serve, oldest first: `3.11`."""
@@ -66,16 +71,22 @@ class Matrix:
         if self.default not in self.variants:
             raise ValueError(f"{MATRIX.name}: default = {self.default!r} is none of {', '.join(self.variants)}")
 
-    def variant(self, name: str | None = None) -> Variant:
-        """The variant of that name, or the default one; a `Failure` with the nearest name for any other."""
-        name = self.default if name is None else name
-        if name in self.variants:
-            return self.variants[name]
-        near = difflib.get_close_matches(name, self.variants, n=1, cutoff=0.3)
+    def variant(self, name: str | None = None, environ: Mapping[str, str] | None = None) -> Variant:
+        """The variant of that name; without one, the one that `DFLASH_VARIANT` names, or else the default one.
+
+        Raises:
+            Failure: Exit.USAGE, when there is none of that name, with the nearest one.
+        """
+        named = (os.environ if environ is None else environ).get(NAMED, "") if name is None else ""
+        wanted = name if name is not None else named or self.default
+        if wanted in self.variants:
+            return self.variants[wanted]
+        near = difflib.get_close_matches(wanted, self.variants, n=1, cutoff=0.3)
+        source, option = (f", which {NAMED} names", f"{NAMED}=") if named else ("", "--variant ")
         raise Failure(
             Exit.USAGE,
-            f"there is no variant `{name}`; there are {', '.join(self.variants)}",
-            hint=f"did you mean `--variant {near[0]}`?" if near else None,
+            f"there is no variant `{wanted}`{source}; there are {', '.join(self.variants)}",
+            hint=f"did you mean `{option}{near[0]}`?" if near else None,
         )
 
 
@@ -101,3 +112,5 @@ def load() -> Matrix:
 
 
 DEFAULT = load().default
+UNLESS_GIVEN = f"default {DEFAULT}, or what {NAMED} names"
+"""For the help of `--variant`."""

@@ -85,6 +85,25 @@ def test_a_variant_that_the_image_does_not_hold_is_refused() -> None:
     entry.refuse_other_variant(["nox", "-s", "train"], "cu130")
 
 
+def test_every_session_that_is_launched_keeps_to_the_image_s_variant(tmp_path: Path) -> None:
+    for session in entry.LAUNCHED:
+        done = run(
+            "nox", "-s", session, "--", "--variant", "cu130", DFLASH_VARIANT="cu132", DFLASH_CACHE_HOME=str(tmp_path)
+        )
+        assert done.returncode == Exit.USAGE
+        assert done.stderr.splitlines() == [
+            "error: this image holds cu132, not cu130",
+            "hint: each variant has an image of its own: `nox -s image -- --variant cu130` builds that one",
+        ]
+
+
+def test_an_image_s_variant_that_is_none_is_refused_with_its_source(tmp_path: Path) -> None:
+    done = run("nox", "-s", "train", DFLASH_VARIANT="cu13", DFLASH_CACHE_HOME=str(tmp_path))
+    assert done.returncode == Exit.USAGE
+    assert "error: there is no variant `cu13`, which DFLASH_VARIANT names; " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     settings = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
     return subprocess.run(

@@ -149,6 +149,29 @@ def test_too_little_room_is_refused_before_anything_starts(place: Place, monkeyp
     assert place.house.asked == []
 
 
+def test_where_nothing_can_be_written_another_variant_is_refused_with_the_one_that_is_there(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (NAME, "cu128-py3.11.building-7"):
+        (place.home / name).mkdir(parents=True)
+        (place.home / name / "pyvenv.cfg").write_text("")
+    monkeypatch.setattr(os, "access", lambda path, _mode: path != place.home)  # as on an image's read-only root
+    assert environment.ensure("cu130") == place.home / NAME / "bin" / "python"
+    with pytest.raises(Failure) as caught:
+        environment.ensure("cu132")
+    assert caught.value.code == Exit.USAGE
+    other = f"cu132-py{python_version()}"
+    assert caught.value.message == f"{place.home} holds {NAME}, not {other}, and cannot be written"
+    assert caught.value.hint == "`--variant cu130` is there"
+    assert caught.value.details == ()
+    monkeypatch.setenv("DFLASH_VARIANT", "cu132")  # somebody has changed an image's variable
+    with pytest.raises(Failure) as caught:
+        environment.ensure("cu132")
+    assert caught.value.details == ("DFLASH_VARIANT names cu132",)
+    assert "`nox -s image -- --variant cu132` builds that one" in (caught.value.hint or "")
+    assert left_in(place.home) == {NAME, "cu128-py3.11.building-7"}
+
+
 def test_a_python_that_the_locks_do_not_serve_is_refused(place: Place) -> None:
     with pytest.raises(Failure, match=r"the locks serve Python 3\.11, 3\.12, 3\.13, not 3\.9") as caught:
         environment.ensure("cu130", python="3.9")

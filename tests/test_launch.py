@@ -117,6 +117,25 @@ def test_another_variant_has_an_environment_of_its_own(clone: Clone) -> None:
     assert "there is no variant `cu129`" in refused.stderr
 
 
+def test_the_environment_variable_stands_in_for_the_option_and_is_overruled_by_it(clone: Clone) -> None:
+    assert clone.env("launch", "dflash").returncode == 0
+    done = clone.env("launch", "dflash", DFLASH_VARIANT="cu128")
+    assert told(done.stdout)["executable"] == str(clone.environment("cu128") / "bin" / "python")
+    done = clone.env("launch", "dflash", "--variant", "cu130", DFLASH_VARIANT="cu128")
+    assert told(done.stdout)["executable"] == str(clone.environment("cu130") / "bin" / "python")
+    refused = clone.env("launch", "dflash", DFLASH_VARIANT="cu129")
+    assert refused.returncode == Exit.USAGE
+    assert "error: there is no variant `cu129`, which DFLASH_VARIANT names; " in refused.stderr
+
+
+def test_the_command_that_mends_drift_means_the_drifted_variant(clone: Clone) -> None:
+    assert clone.env("launch", "dflash").returncode == 0
+    (clone.site("cu130") / "sitecustomize.py").write_text("")
+    assert "`nox -s train -- --repair`" in clone.env("launch", "dflash", "train").stderr
+    told_so = clone.env("launch", "dflash", "train", "--variant", "cu130", DFLASH_VARIANT="cu128").stderr
+    assert "`nox -s train -- --variant cu130 --repair`" in told_so
+
+
 def test_drift_stops_the_launch_until_it_is_mended_or_allowed(clone: Clone) -> None:
     assert clone.env("launch", "dflash").returncode == 0
     extra = clone.site("cu130") / "flashinfer-0.6.1.dist-info"

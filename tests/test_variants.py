@@ -41,6 +41,25 @@ def test_a_name_like_no_other_gets_no_guess() -> None:
     assert refusal.value.hint is None
 
 
+def test_without_a_name_the_environment_variable_decides_and_without_that_the_default() -> None:
+    matrix = variants.load()
+    assert matrix.variant(environ={"DFLASH_VARIANT": "cu132"}).name == "cu132"
+    assert matrix.variant("cu128", environ={"DFLASH_VARIANT": "cu132"}).name == "cu128"
+    for unset in ({}, {"DFLASH_VARIANT": ""}):
+        assert matrix.variant(environ=unset).name == "cu130"
+
+
+def test_an_unknown_variant_in_the_environment_variable_is_refused_with_its_source() -> None:
+    with pytest.raises(Failure) as refusal:
+        variants.load().variant(environ={"DFLASH_VARIANT": "cu12"})
+    assert refusal.value.code == Exit.USAGE
+    assert (
+        refusal.value.message == "there is no variant `cu12`, which DFLASH_VARIANT names; there are cu128, cu130, cu132"
+    )
+    assert (refusal.value.hint or "").startswith("did you mean `DFLASH_VARIANT=cu1")
+    assert variants.load().variant("cu130", environ={"DFLASH_VARIANT": "cu12"}).name == "cu130", "nobody asked it"
+
+
 def test_a_default_that_is_no_variant_is_refused_when_the_matrix_is_read() -> None:
     text = variants.MATRIX.read_text().replace('default = "cu130"', 'default = "cu999"')
     with pytest.raises(ValueError, match="cu999"):

@@ -172,6 +172,7 @@ def _asked(options: argparse.Namespace) -> bytes:
     variant = variants.load().variant(options.variant)
     python = environment.python_of(variant.name)
     if not python.exists():
+        environment.refuse_unmakable(variant.name)
         raise Failure(
             Exit.USAGE,
             "there is no training environment yet to ask",

@@ -16,7 +16,7 @@ from env.doctor.need import PRESETS, read
 from env.doctor.plan import Plan
 from env.doctor.report import as_json, as_text, put, terminal
 from env.errors import Exit, Failure, report
-from env.variants import ROOT, load
+from env.variants import ROOT, UNLESS_GIVEN, load
 
 ELSEWHERE = {
     "--compare": "env.record:main",
@@ -57,7 +57,6 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    matrix = load()
     parser = argparse.ArgumentParser(
         prog="doctor",
         description="Say whether this host can train: what is missing, what will go wrong later, and what mends it.",
@@ -65,9 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--variant", help=f"the set of packages: {', '.join(matrix.variants)} (default {matrix.default})"
-    )
+    parser.add_argument("--variant", help=f"the set of packages: {', '.join(load().variants)} ({UNLESS_GIVEN})")
     parser.add_argument("--config", help=f"a preset, or a TOML file (default {DEFAULT})")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="where the run's folder will be (default `runs`)")
     parser.add_argument(
@@ -108,6 +105,7 @@ def _doctor(asked: argparse.Namespace) -> int:
     if asked.host is not None:
         host = _recorded(asked.host)
     else:
+        importlib.import_module("env.environment").refuse_unmakable(variant.name)
         if sys.stderr.isatty():
             put("looking at this host; comparing a whole environment with its lock takes some seconds", sys.stderr)
         hashes = any(check.name == "environment" for check in checks)

@@ -63,7 +63,7 @@ def _parser(question: str, description: str, examples: str) -> argparse.Argument
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--variant", help=f"whose torch to ask (default {variants.DEFAULT})")
+    parser.add_argument("--variant", help=f"whose torch to ask ({variants.UNLESS_GIVEN})")
     parser.add_argument(
         "--python", metavar="3.12", help="that environment's Python, if it is not the one that runs this"
     )
@@ -94,6 +94,7 @@ def interpreter(variant: str | None, version: str | None = None) -> Path:
         return python
     if variant is None and version is None and importlib.util.find_spec("torch") is not None:
         return Path(sys.executable)
+    environment.refuse_unmakable(chosen.name, python=version)
     words = f" --variant {variant}" if variant else ""
     words += f" --python {version}" if version else ""
     raise Failure(

@@ -56,18 +56,18 @@ def use(engine: Engine, patch: pytest.MonkeyPatch) -> None:
         patch.setenv(name, value)
 
 
-def write_lock(source: Path, house: Wheelhouse, versions: dict[str, str]) -> None:
+def write_lock(source: Path, house: Wheelhouse, versions: dict[str, str], variant: str = "cu130") -> None:
     pins = []
     for name in PACKAGES:
         version = versions.get(name, "1.0")
         digest = house.add(name, version)
         pins.append(pin(name, version, digest))
-    (source / "requirements" / "cu130.txt").write_text("".join(pins))
+    (source / "requirements" / f"{variant}.txt").write_text("".join(pins))
 
 
-def run(engine: Engine, source: Path, reference: str, more: Sequence[str]) -> None:
+def run(engine: Engine, source: Path, reference: str, more: Sequence[str], variant: str = "cu130") -> None:
     """One of the commands that `nox -s image` prints."""
-    wanted = images.target(variants.load().variant("cu130"), (), "0" * 64)
+    wanted = images.target(variants.load().variant(variant), (), "0" * 64)
     network = ["--network=host", "--allow=network.host"]
     command = images.command(wanted, reference, [*network, *more])
     done = subprocess.run(command, cwd=source, env=dict(engine.environ), capture_output=True, text=True, check=False)
@@ -167,6 +167,31 @@ def test_a_wheel_that_the_index_serves_under_another_hash_is_not_installed(
         lock.write_text(text)
 
 
+def test_an_image_of_another_variant_than_the_default_is_that_variant_without_an_option(
+    small: Path, house: tuple[Wheelhouse, str], docker_engine: Engine, tmp_path: Path
+) -> None:
+    write_lock(small, house[0], {}, "cu132")
+    (tmp_path / "index").write_text(f"UV_DEFAULT_INDEX={house[1]}\n")
+    (tmp_path / "baked" / "caches").mkdir(parents=True)  # no caches: they know no variant
+    more = [f"--secret=id=index,src={tmp_path}/index", f"--build-context=bake={tmp_path}/baked", "--target=image"]
+    run(docker_engine, small, base.ensure().reference, [*more, "--output=type=image,name=other:cu132"], "cu132")
+
+    def said(*command: str, code: int) -> str:
+        limits = ("--user=12345", "--read-only", "--network=none", "--cap-drop=ALL")
+        done = docker_engine.docker("run", "--rm", *limits, "other:cu132", *command, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        return f"{done.stdout}{done.stderr}"
+
+    ask = "from env import environment, variants; print(environment.ensure(variants.load().variant().name))"
+    assert said("python3", "-P", "-c", ask, code=0) == "/opt/dflash/.nox/environments/cu132-py3.11/bin/python\n"
+    verify = "nox -s verify -- --variant cu130"
+    assert "error: this image holds cu132, not cu130\n" in said(*verify.split(), code=Exit.USAGE)
+    below = said("sh", "-c", verify, code=Exit.USAGE)  # as from a shell in the container
+    assert "environments holds cu132-py3.11, not cu130-py3.11, and cannot be written\n" in below
+    assert "dflash doctor: cu132 (torch 2.15.0" in said("nox", "-s", "doctor", "--", "--only", "user", code=0)
+    docker_engine.docker("image", "rm", "other:cu132")
+
+
 def test_the_bake_file_derives_from_the_two_tables() -> None:
     text = images.BAKE_FILE.read_text(encoding="utf-8")
     assert text == images.as_text(images.derived()), "run `nox -s image -- --print > docker/bake.json`"
@@ -174,6 +199,15 @@ def test_the_bake_file_derives_from_the_two_tables() -> None:
     matrix = variants.load()
     assert list(told["target"]) == list(matrix.variants)
     assert told["group"]["default"]["targets"] == [matrix.default]
+
+
+def test_the_image_names_its_variant_above_everything_that_takes_long() -> None:
+    """A variable of an earlier stage would be in the environment of every step after it, the bake's among them."""
+    stages = re.split(r"(?m)^FROM ", (variants.ROOT / "docker" / "Dockerfile").read_text())
+    (last,) = (stage for stage in stages if variants.NAMED in stage)
+    assert last is stages[-1]
+    assert f"{variants.NAMED}=${{VARIANT}}" in last.partition("ARG REVISION")[2], "only configuration follows"
+    assert not re.search(r"(?m)^(RUN|COPY|ADD|WORKDIR) ", last.partition("ARG REVISION")[2])
 
 
 def test_a_secret_that_is_named_and_missing_is_refused_before_anything_is_built(tmp_path: Path) -> None:
