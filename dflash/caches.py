@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shlex
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from dflash import HANDED, config, graphs, replay, timeline
-from env.cache import examine, places, several, store, verify
+from env.cache import examine, fitting, places, several, store, verify
 from env.cache import harvest as harvesting
 from env.errors import Exit, Failure
 
@@ -34,9 +35,14 @@ def opened(settings: config.Config, device: torch.device) -> store.Choice:
         Failure: Exit.CACHE, when the one that fits is refused; Exit.STORAGE, when nothing can be written.
     """
     _quieten()
-    choice = store.choose(identity(settings, device), environ=HANDED)
+    said = fitting.fit([str(device)])
+    choice = _saying(said, store.choose(identity(settings, device), environ=HANDED))
     os.environ.update(choice.environ)
     return choice
+
+
+def _saying(line: str | None, choice: store.Choice) -> store.Choice:
+    return choice if line is None else dataclasses.replace(choice, notices=(line, *choice.notices))
 
 
 def _quieten() -> None:
@@ -56,9 +62,10 @@ def opened_many(settings: config.Config, devices: Sequence[torch.device]) -> tup
         Failure: as `opened` does.
     """
     _quieten()
-    choices = several.choose([identity(settings, device) for device in devices], environ=HANDED)
-    os.environ.update(choices[0].environ)
-    return choices
+    said = fitting.fit(map(str, devices))
+    first, *others = several.choose([identity(settings, device) for device in devices], environ=HANDED)
+    os.environ.update(first.environ)
+    return (_saying(said, first), *others)
 
 
 def judged(
@@ -141,6 +148,7 @@ def verified(
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", 0)
     _quieten()
+    fitting.fit([str(found)])
     choice = store.choose(identity(settings, found), environ=HANDED)
     if choice.manifest is None:
         card = " --gpu CARD" if found.type == "cuda" else ""

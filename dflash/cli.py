@@ -19,6 +19,7 @@ import typer
 
 from dflash import cli_bench, cli_data, shortage
 from dflash.stopping import Stopped, tell
+from env.cache import fitting
 from env.errors import Exit, Failure, report
 
 EXAMPLES = """
@@ -280,7 +281,7 @@ def _misused(error: Exception, argv: Sequence[str]) -> int:
 
 
 def _refused(error: Exception) -> Failure | None:
-    """What an error that is no bug of ours comes to: a disk or a memory that is full; None for any other."""
+    """What an error that is no bug of ours comes to: full disk or memory, a kernel that does not fit; or None."""
     if isinstance(error, OSError):
         # an error without a file's name may be that of what was printed; then not even a line end can be written
         if error.filename is None and (refused := full_output(b"\n")) is not None:
@@ -288,4 +289,4 @@ def _refused(error: Exception) -> Failure | None:
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
             place = f" in `{error.filename}`" if error.filename else ""
             return Failure(Exit.STORAGE, f"cannot write{place}: {error.strerror}")
-    return shortage.told(error)
+    return fitting.misfit(error) or shortage.told(error)

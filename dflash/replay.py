@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 from dflash import config, graphs, timeline  # noqa: E402
 from dflash.warm import warm_up  # noqa: E402
-from env.cache import factors, store  # noqa: E402
+from env.cache import factors, fitting, store  # noqa: E402
 from env.errors import Exit, Failure, report  # noqa: E402
 
 SAYINGS = {
@@ -140,6 +140,7 @@ def replay(settings: config.Config, device: torch.device, *, steps: int = 1, tim
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        fitting.fit([str(device)])
         found = store.here(graphs.graph_id(settings, device.type), str(device)).flat()
         identified = time.perf_counter()
         with Observer() as observer:

@@ -25,6 +25,7 @@ import torch._dynamo  # its configuration and exceptions are documented under th
 from torch._dynamo import convert_frame, exc
 
 from dflash import gate, perthread, tracing
+from env.cache import fitting
 from env.errors import Exit, Failure
 
 _lock = threading.Lock()
@@ -80,7 +81,7 @@ def explained() -> Iterator[None]:
     """Turn what torch raises when `strict` stops it into a Failure that says why; other exceptions pass.
 
     Raises:
-        Failure: Exit.TRAINING.
+        Failure: Exit.TRAINING; Exit.HOST, when a kernel does not fit the card.
     """
     try:
         yield
@@ -92,7 +93,7 @@ def explained() -> Iterator[None]:
 
 
 def explain(error: BaseException) -> Failure | None:
-    """What an exception of torch's compiler says, as a Failure; None for one that is not about slow code."""
+    """What an exception of torch's compiler says, as a Failure; None for one about neither slow code nor what fits."""
     text = str(error)
     if isinstance(error, exc.RecompileError):
         return Failure(
@@ -128,7 +129,7 @@ def explain(error: BaseException) -> Failure | None:
     if isinstance(error, RuntimeError) and "found no compiled frames" in text:
         lines = [line.strip(" -") for line in text.splitlines()]
         return Failure(Exit.TRAINING, "a function that should be compiled ran as it is", details=lines)
-    return None
+    return fitting.misfit(error)
 
 
 def _refuse_what_switches_compiling_off() -> None:

@@ -129,8 +129,9 @@ def bake(
         say: told what happens, a line at a time.
 
     Raises:
-        Failure: Exit.HOST, without g++ or with a torch that was never read; Exit.CACHE, when what was compiled does not
-            hit in a fresh process; Exit.STORAGE, when a disk is full or a folder cannot be written.
+        Failure: Exit.HOST, without g++, with a torch that was never read, or when a kernel does not fit the card;
+            Exit.CACHE, when what was compiled does not hit in a fresh process; Exit.STORAGE, when a disk is full or a
+            folder cannot be written.
     """
     job = {
         "factory": recipe.factory,
@@ -146,6 +147,8 @@ def bake(
         if not kitchen.again and (before := _earlier(note, kitchen, say)) is not None:
             return before
         compiled = _kept(work / "compiled.json", lambda: _compile(kitchen.python, job, work, kernels, say))
+        if compiled.get("said"):
+            say(compiled["said"])
         proof = _kept(work / "proof.json", lambda: _prove(kitchen.python, job, work, compiled, say))
         folder, sealed = _seal(recipe, gpu, kitchen, work / "cache", compiled, proof)
         note.write_text(str(folder), encoding="utf-8")

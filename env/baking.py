@@ -47,12 +47,12 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
     """Compile what a step compiles, for the job's GPU or, without one, by really running it on the CPU.
 
     Raises:
-        Failure: see `offline.pretend`, and whatever the factory raises.
+        Failure: see `offline.pretend` and `fitting`, and whatever the factory raises.
     """
     import torch
 
     from dflash.replay import Observer
-    from env.cache import factors
+    from env.cache import factors, fitting
 
     factory = named(job["factory"])
     mode: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -62,14 +62,22 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
 
         gpu, device = Gpu(**job["gpu"]), torch.device("cuda", job["index"])
         mode = offline.pretend(gpu, index=job["index"], count=job["count"], outputs=Path(job["outputs"]))
+    said = fitting.fit([str(device)])
     found = factors.collect(str(device))
     begun = time.perf_counter()
-    with mode, Observer() as observer:
-        step = factory(**job["arguments"], device=str(device))
-        result = step(*(example(one, device) for one in job["examples"]))
-        if isinstance(result, torch.Tensor) and result.requires_grad:
-            result.sum().backward()
+    try:
+        with mode, Observer() as observer:
+            step = factory(**job["arguments"], device=str(device))
+            result = step(*(example(one, device) for one in job["examples"]))
+            if isinstance(result, torch.Tensor) and result.requires_grad:
+                result.sum().backward()
+    except Exception as error:
+        refused = fitting.misfit(error)
+        if refused is None:
+            raise
+        raise refused from error
     return {
+        "said": said,
         "seconds": time.perf_counter() - begun,
         "counts": observer.counts(),
         "keys": observer.keys,

@@ -216,10 +216,11 @@ def _pretend_triton(gpu: Gpu, index: int) -> None:
     handles = (0, 0) if _minor(torch.__version__) == "2.15" else (0,)  # since 2.13 a kernel's module comes first
 
     def load_kernel(path: str, name: str, shared: int, device: int) -> tuple[int, ...]:
-        del name, device
-        if shared > gpu.shared_memory_per_block_optin:
+        del device
+        limit = gpu.shared_memory_per_block_optin
+        if shared >= limit:
             # as the real loader says it; the autotuner then leaves this configuration out
-            raise torch.cuda.OutOfMemoryError(f"out of resource: shared memory, {shared} bytes")
+            raise torch.cuda.OutOfMemoryError(f"out of resource: {name} Required: {shared} Hardware limit:{limit}")
         return (*handles, *resources(Path(path)))
 
     launcher = types.SimpleNamespace(_load_kernel=load_kernel, _unload_kernel=lambda _: None)

@@ -91,3 +91,16 @@ def gone(device: str) -> Callable[..., Any]:
     """A step whose process dies."""
     os.kill(os.getpid(), 9)
     raise AssertionError
+
+
+def wide(device: str) -> Callable[..., Any]:
+    """A norm as wide as a drafter's, 4096, whose two gradients both read four tensors or more."""
+    with torch.device(device):
+        norm = nn.RMSNorm(4096)
+
+    def run(x: Tensor) -> Any:
+        scales = x.detach()
+        return norm(x[0]) * scales[1] * scales[2] * scales[3]
+
+    compiled: Callable[..., Any] = torch.compile(run, fullgraph=True, dynamic=False)
+    return compiled

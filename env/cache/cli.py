@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from env.cache import examine, explain, leftovers, pins, places, sign, store, verify
+from env.cache import examine, explain, fitting, leftovers, pins, places, sign, store, verify
 from env.cache import manifest as manifests
 from env.cache.canonical import Json, strict
 from env.errors import Exit, Failure, report
@@ -162,6 +162,7 @@ def present(config: str, device: str = "") -> store.Identity:
 
     settings = configurations.load(config)
     device = _found(device)
+    fitting.fit([device])
     return store.here(graphs.graph_id(settings, device.partition(":")[0]), device)
 
 

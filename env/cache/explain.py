@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from env.cache.canonical import Json
+from env.cache.fitting import FACTOR
 from env.gpus import DECIDES
 
 ABSENT = "(not there)"
@@ -94,7 +95,7 @@ def _causes(found: list[Difference]) -> list[Difference]:
     names = {difference.name for difference in found}
     dropped: set[str] = set()
     if "system.gpu" in names or any(name.startswith("gpu.") for name in names):
-        dropped |= {"gpu_id"}
+        dropped |= {"gpu_id", FACTOR}  # what fits a card is chosen by its shared memory
     if names & {"torch.version", "torch.git"}:
         # another release has other keys, other settings and other defaults: naming hundreds would hide the one
         dropped |= {name for name in names if name.startswith(("torch.key", "inductor.", "dynamo.", "functorch."))}

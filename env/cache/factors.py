@@ -1,6 +1,7 @@
 """Every factor that enters a compile cache's keys, with its value, as this process sees it.
 
-All that the cache needs of torch's private parts is in this module.
+All that the cache needs of torch's private parts is in this module, but for the setting that a card with little shared
+memory needs (`fitting.py`).
 
 Collected in the process, and in the thread, that will train: from torch 2.12 on each thread has a configuration of its
 own. Values are plain JSON, so that two machines' factors can be compared line by line; what is only where something
