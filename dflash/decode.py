@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from dflash.target import decoder_layers
+from dflash.target import decoder_layers, require_kept
 from env.errors import Exit, Failure
 
 NOTHING = -1
@@ -298,6 +298,7 @@ def _forward(model: PreTrainedModel, cache: DynamicCache, tokens: Tensor, first:
         use_cache=True,
         **more,
     )
+    require_kept(cache)
     logits: Tensor = out.logits
     return logits
 

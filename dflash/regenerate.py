@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from dflash import config, storage
 from dflash.data import Sample
-from dflash.target import Target, digest, encode, stop_tokens
+from dflash.target import Target, digest, encode, require_kept, stop_tokens
 from dflash.text import Text
 from env.errors import Exit, Failure
 
@@ -70,6 +70,7 @@ def continuations(target: Target, prompt: Tensor, new_tokens: int) -> list[list[
     added: list[Tensor] = []
     while len(added) < new_tokens and not bool(ended.all()):
         output = model(input_ids=latest, cache=cache, use_cache=True, logits_to_keep=1)
+        require_kept(cache)
         latest = output.logits[:, -1].argmax(-1, keepdim=True)
         added.append(latest)
         ended |= torch.isin(latest[:, 0], ends)

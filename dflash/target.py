@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 
 from dflash import config, tensor_parallel
@@ -235,6 +236,21 @@ def _ends(settings: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     ends = getattr(settings, "eos_token_id", None)
     found = ends if isinstance(ends, list) else [ends]
     return frozenset(int(token) for token in (*found, tokenizer.eos_token_id) if token is not None)
+
+
+def require_kept(cache: Cache) -> None:
+    """Stop where a target has put nothing into the cache that it was given: it would go on without its own context.
+
+    Transformers 5.17 calls the argument otherwise, and models take arguments that they do not know in silence.
+
+    Raises:
+        Failure: Exit.DRIFT.
+    """
+    if any(getattr(layer, "is_initialized", True) for layer in cache.layers):
+        return
+    message = f"transformers {transformers.__version__} keeps nothing in the cache that a target is given"
+    hint = "`nox -s train -- --repair` installs the locked version"
+    raise Failure(Exit.DRIFT, f"{message}, so every token would forget those before it", hint=hint)
 
 
 def digest(target: Target) -> str:

@@ -116,6 +116,8 @@ class Processes:
         """See `Team`; a bucket at a time."""
         if self.size == 1:
             return
+        if gradients[0].is_cuda:
+            torch.cuda.current_stream().synchronize()  # this drafter's own backward pass is no wait
         with torch.no_grad(), self._pulse.wait("waiting for the other drafters' gradients", "drafters"):
             for pieces in buckets(gradients):
                 buffer = flat(pieces, self.size)

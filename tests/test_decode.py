@@ -319,6 +319,21 @@ def test_an_empty_prompt_is_refused(model: PreTrainedModel) -> None:
         greedy(model, [[1], []], 2)
 
 
+def test_a_target_that_ignores_the_cache_it_is_given_is_refused_rather_than_asked_without_context(
+    model: PreTrainedModel, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = model.forward
+
+    def ignoring(*, cache: Any, **more: Any) -> Any:  # as a release does in which the argument has another name
+        del cache
+        return forward(**more)
+
+    monkeypatch.setattr(model, "forward", ignoring)
+    with pytest.raises(Failure, match="keeps nothing in the cache that a target is given") as caught:
+        greedy(model, prompts, NEW)
+    assert caught.value.code is Exit.DRIFT
+
+
 def test_a_target_whose_state_cannot_be_rolled_back_is_refused_in_one_sentence() -> None:
     mamba = MambaForCausalLM(MambaConfig(vocab_size=20, hidden_size=16, state_size=4, num_hidden_layers=1))
     with pytest.raises(Failure) as caught:
