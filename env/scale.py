@@ -16,7 +16,7 @@ from env.errors import Exit
 LAYERS = (110.4, 410.5, 347.0, 466.5, 632.6, 175.8, 480.2, 141.6, 0.3, 32.3, 2.6, 1.5)
 """MB of each layer of an image of cu130 with kernels for two cards, the lowest first, as `nox -s image` built it."""
 
-COLD, SEEDED, WARM = 16.21, 2.86, 1.08
+COLD, SEEDED, WARM = 14.59, 2.42, 1.10
 """Seconds of a process's first step on an H200 at the shapes of qwen3-8b: cold, from a cache just seeded, from one that
 has run before (docs/compile.md)."""
 
