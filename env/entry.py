@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from env import variants
+from env import environment, variants
 from env.building import say
 from env.cache import examine, manifest, places, sign
 from env.doctor import CHECKS, Host, Plan, Severity
@@ -62,7 +62,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         os.environ.update(prepared(os.environ))
         if guarded(command, LAUNCHED):
-            refuse_other_variant(command, variants.load().variant(environ=os.environ).name)
+            ours = variants.load().variant(environ=os.environ).name
+            refuse_other_variant(command, ours)
+            environment.refuse_unmakable(ours)  # somebody has set the variable to another than the image's
         if guarded(command):
             look(os.environ)
     except Failure as failure:

@@ -176,9 +176,9 @@ def test_an_image_of_another_variant_than_the_default_is_that_variant_without_an
     more = [f"--secret=id=index,src={tmp_path}/index", f"--build-context=bake={tmp_path}/baked", "--target=image"]
     run(docker_engine, small, base.ensure().reference, [*more, "--output=type=image,name=other:cu132"], "cu132")
 
-    def said(*command: str, code: int) -> str:
+    def said(*command: str, code: int, options: Sequence[str] = ()) -> str:
         limits = ("--user=12345", "--read-only", "--network=none", "--cap-drop=ALL")
-        done = docker_engine.docker("run", "--rm", *limits, "other:cu132", *command, check=False)
+        done = docker_engine.docker("run", "--rm", *limits, *options, "other:cu132", *command, check=False)
         assert done.returncode == code, done.stdout + done.stderr
         return f"{done.stdout}{done.stderr}"
 
@@ -186,6 +186,11 @@ def test_an_image_of_another_variant_than_the_default_is_that_variant_without_an
     assert said("python3", "-P", "-c", ask, code=0) == "/opt/dflash/.nox/environments/cu132-py3.11/bin/python\n"
     verify = "nox -s verify -- --variant cu130"
     assert "error: this image holds cu132, not cu130\n" in said(*verify.split(), code=Exit.USAGE)
+    changed = said("nox", "-s", "verify", code=Exit.USAGE, options=("--env=DFLASH_VARIANT=cu130",))
+    assert changed.startswith(
+        "error: /opt/dflash/.nox/environments holds cu132-py3.11, not cu130-py3.11, and cannot be"
+    )
+    assert "\n  DFLASH_VARIANT names cu130\n" in changed
     below = said("sh", "-c", verify, code=Exit.USAGE)  # as from a shell in the container
     assert "environments holds cu132-py3.11, not cu130-py3.11, and cannot be written\n" in below
     assert "dflash doctor: cu132 (torch 2.15.0" in said("nox", "-s", "doctor", "--", "--only", "user", code=0)
