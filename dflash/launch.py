@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from torch.distributed.elastic.utils.distributed import get_socket_with_port
 
 from dflash import HANDED, checkpoint, storage
-from dflash.stopping import CODES, Stop, Stopped
+from dflash.stopping import CODES, WORD, Stop, Stopped
 from dflash.topology import Nodes, Plan
 from dflash.watch import HUNG, LOST
 from dflash.worker import FINAL, Job
@@ -182,6 +182,8 @@ def run(plan: Plan, job: Job, stop: Stop, *, say: Callable[[str], None], places:
         storage.write(place, json.dumps(asdict(job)).encode())
     before = {number: signal.getsignal(number) for number in CODES}
     with _environment(plan), tempfile.TemporaryDirectory(prefix="dflash-agent-") as logs:
+        word = Path(logs, "stopped")
+        os.environ[WORD] = str(word)
         handler = rendezvous.get_rendezvous_handler(_rendezvous(plan.nodes))
         spec = WorkerSpec(
             role="dflash",
@@ -212,6 +214,8 @@ def run(plan: Plan, job: Job, stop: Stop, *, say: Callable[[str], None], places:
                 raise stop.stopped("nothing was under way") from None
             raise _absent(plan.nodes, error) from error
         finally:
+            if word.exists():
+                stop.ask(signal.SIGTERM)  # another node was asked
             agent.over.set()
             closing = threading.Thread(target=_close, args=(handler,), daemon=True)
             closing.start()

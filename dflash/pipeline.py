@@ -318,7 +318,7 @@ def spread(course: Course, plan: Plan, name: str, rows: data.Packed, target: tar
             launch.run(plan, job(request, plan, folder, name, course.status), course.stop, say=say, places=places)
         module.to(course.device)
         if (kept := newest(places)) < total:
-            course.stop.ask(signal.SIGTERM)  # another node was asked
+            course.stop.ask(signal.SIGTERM)  # should no worker of this node have come to say that another was asked
             saved = f"step {kept} of {total} is saved in `{places}`"
             raise course.stop.stopped(saved if kept else f"none of {total} steps was trained yet")
     drafter = Drafter(request.settings.drafter).to(course.device)

@@ -20,7 +20,7 @@ from dflash import flow, passes, run, trainer
 from dflash.graphs import DTYPES
 from dflash.memory import Shards
 from dflash.pulse import START, WORK, Pulse
-from dflash.stopping import Stop
+from dflash.stopping import Stop, leave_word
 from dflash.team import Processes
 from dflash.topology import Role
 from dflash.watch import Watch, end
@@ -101,6 +101,7 @@ def first_to_say(sentence: str) -> bool:
 
 def _over() -> None:
     """A target has nothing to save: when the drafters have saved and stopped, what is under way is of no use."""
+    leave_word()
     end(int(Exit.DONE), "")
 
 

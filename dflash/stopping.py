@@ -18,6 +18,10 @@ from typing import NoReturn
 
 from env.errors import Exit, speak
 
+WORD = "DFLASH_STOPPED"
+"""The variable by which a launcher names the file that its workers make when they end because somebody was asked to
+stop: on another node perhaps, of which the launcher would hear nothing."""
+
 CODES = {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.TERMINATED}
 
 
@@ -92,6 +96,13 @@ def tell(code: Exit, where: str) -> int:
     """Say on standard error that a run has stopped and what a rerun goes on from; returns the exit code."""
     speak(f"stopped: {where}\nhint: the same command goes on from there")
     return int(code)
+
+
+def leave_word() -> None:
+    """Let this worker's launcher know that the run was asked to stop."""
+    if os.environ.get(WORD):
+        with suppress(OSError):
+            Path(os.environ[WORD]).touch()
 
 
 def _end_on_signal(reader: int, where: str) -> None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from dflash.pulse import Pulse
-from dflash.stopping import Stop, leave
+from dflash.stopping import Stop, leave, leave_word
 from env.errors import Exit
 
 BEAT = 1.0
@@ -173,14 +173,14 @@ class Watch(threading.Thread):
         self._saves = True
         with contextlib.suppress(RuntimeError, OSError):  # a store that does not answer is noticed elsewhere
             if self._came_first(STEP) == STOP:
-                leave(lambda: int(Exit.DONE))
+                leave(_asked)
 
     def _answer(self) -> None:
         """Answer a request to stop, once."""
         if self._answering or self.over.is_set():
             return
         if self._came_first(STOP) == STOP:
-            leave(lambda: int(Exit.DONE))  # the launcher says what a rerun goes on from
+            leave(_asked)  # the launcher says what a rerun goes on from
         self._answering = True
         if self._saves:
             with contextlib.suppress(OSError):
@@ -241,6 +241,11 @@ def hear(peer: Peer, beat: bytes, now: float) -> None:
 def first(error: BaseException) -> str:
     """An error's first line, without what follows it."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _asked() -> int:
+    leave_word()
+    return int(Exit.DONE)
 
 
 def end(code: int, sentence: str, *, traces: bool = False) -> NoReturn:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash import config, shortage
-from dflash.stopping import Stop, Stopped, hear
+from dflash.stopping import Stop, Stopped, hear, leave_word
 from dflash.topology import Topology
 from env.errors import Exit, Failure, report
 
@@ -102,6 +102,7 @@ def main(argv: Sequence[str]) -> int:
 
             threads.work(job, stop)
     except Stopped:
+        leave_word()
         return 0
     except Failure as failure:
         if job.launcher == "processes" and not processes.first_to_say(str(failure)):

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,14 @@ def as_kubernetes_starts(node: int, port: int) -> dict[str, str]:
     return given
 
 
-def test_a_full_run_stops_on_sigterm_and_comes_to_its_summary_on_two_nodes_as_kubernetes_starts_them(
+def test_a_full_run_stops_on_sigterm_to_any_node_and_comes_to_its_summary_on_two_as_kubernetes_starts_them(
     world: World,
 ) -> None:
     from test_pipeline import MICRO, Trainer
 
     trainer = Trainer(world.folder)
     # one pass of two rows fewer, but two of them: drafters need a pass each
-    spread = MICRO.replace("epochs = 2", "epochs = 2\naccumulate = 2").replace("rows = 2", "rows = 1", 1)
+    spread = MICRO.replace("epochs = 2", "epochs = 8\naccumulate = 2").replace("rows = 2", "rows = 1", 1)
     trainer.config.write_text(spread.replace("chunk_blocks = 16", "chunk_blocks = 8"))
     trainer.environ |= {"OMP_NUM_THREADS": "1"}
     folder = world.folder / "full"
@@ -125,14 +126,29 @@ def test_a_full_run_stops_on_sigterm_and_comes_to_its_summary_on_two_nodes_as_ku
     code, said = ended(process)
     assert code == Exit.TERMINATED, said
     assert "stopped: step " in said
+
+    def reached(count: int) -> bool:
+        return lines(folder) >= count
+
+    def two_nodes() -> list[subprocess.Popen[str]]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        nodes = []
+        for node in (0, 1):
+            trainer.environ |= as_kubernetes_starts(node, port)
+            nodes.append(trainer.start("--run", str(folder), "--topology", "1:1"))
+        return nodes
+
+    more = lines(folder) + 1
+    nodes = two_nodes()
+    wait_for(partial(reached, more), nodes[0])
+    nodes[1].send_signal(signal.SIGTERM)  # as when a scheduler takes back one node
+    for node in nodes:
+        code, said = ended(node)
+        assert code == Exit.TERMINATED, said
+        assert "stopped: step " in said
     done = lines(folder)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    nodes = []
-    for node in (0, 1):
-        trainer.environ |= as_kubernetes_starts(node, port)
-        nodes.append(trainer.start("--run", str(folder), "--topology", "1:1"))
-    (code, said), (other, heard) = (ended(node) for node in nodes)
+    (code, said), (other, heard) = (ended(node) for node in two_nodes())
     assert (code, other) == (0, 0), said + heard
     assert "targets busy" in said + heard  # by drafter 0, which is on the second one
     content = json.loads((folder / "summary.json").read_text())
