@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -104,3 +105,17 @@ def wide(device: str) -> Callable[..., Any]:
 
     compiled: Callable[..., Any] = torch.compile(run, fullgraph=True, dynamic=False)
     return compiled
+
+
+def greedy(device: str) -> Callable[..., Any]:
+    """As `wide`, but each torch is to hold three stages of the fused kernel, whether they fit or not."""
+    settings: Any = torch._inductor.config.triton
+    wanted = {
+        "mix_order_reduction": True,
+        "mix_order_reduction_allow_multi_stages": True,
+        "dynamic_disable_pipelining": False,
+    }
+    for name, value in wanted.items():
+        if hasattr(settings, name):
+            setattr(settings, name, value)
+    return wide(device)

@@ -1,8 +1,8 @@
 """Whether what inductor makes fits a card's shared memory: the setting that depends on it, and the sentence if not.
 
 Inductor fuses the two gradients of an RMSNorm, a sum along rows and one along columns, into one kernel that reads
-ahead. torch 2.10 lets it hold three stages of its inputs in shared memory and tries nothing smaller; later ones hold
-one.
+ahead. torch 2.10 lets it hold three stages of its inputs in shared memory and tries nothing smaller; 2.11 holds one,
+and 2.15 falls back to one where three do not fit.
 """
 
 # ruff: noqa: SLF001  # torch's settings are private by name
@@ -21,7 +21,7 @@ READ_IN = ("2.10", "2.11", "2.15")
 
 FUSION = "mix_order_reduction"
 LIMIT = "mix_order_reduction_allow_multi_stages"
-"""Off by default where torch has it (2.11, 2.15): one stage. 2.10 has no such setting, only the fusion as a whole."""
+"""A torch that has this setting sees to it (2.11: off; 2.15: on, with a way back). 2.10 has the fusion as a whole."""
 
 FACTOR = f"inductor.triton.{FUSION}"
 VARIABLE = "TORCHINDUCTOR_MIX_ORDER_REDUCTION"
@@ -42,7 +42,7 @@ def fit(devices: Iterable[str]) -> str | None:
 
     A bake and a training process both call it, so that what they compile has the same keys: the setting is a factor
     like any other. It is one for the process, so the card with the least decides. Most cards need none, nor any with a
-    torch that holds one stage.
+    torch that sees to it.
 
     Args:
         devices: all that this process compiles for, as torch spells them: `cpu`, `cuda:0`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,15 +40,9 @@ def test_a_wide_norm_is_baked_for_a_card_with_little_shared_memory_by_every_torc
     assert len(told) == (0 if HAS_LIMIT else 1)
 
 
-def test_a_kernel_that_fits_no_block_is_one_sentence_and_no_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the user keeps is not undone; here it asks each torch for three stages of the fused kernel."""
-    monkeypatch.setenv("DFLASH_KEEP", f"{fitting.VARIABLE}*")
-    monkeypatch.setenv(fitting.VARIABLE, "1")
-    monkeypatch.setenv(f"{fitting.VARIABLE}_ALLOW_MULTI_STAGES", "1")
+def test_a_kernel_that_fits_no_block_is_one_sentence_and_no_traceback(tmp_path: Path) -> None:
     with pytest.raises(Failure) as caught:
-        bake.bake(WIDE, SMALL, kitchen(tmp_path))
+        bake.bake(replace(WIDE, factory="tests.bakesteps:greedy"), SMALL, kitchen(tmp_path))
     failure = caught.value
     assert failure.code is Exit.HOST
     assert failure.message.startswith("the kernel `triton_per_fused_")
