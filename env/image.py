@@ -363,7 +363,7 @@ def main(argv: Sequence[str]) -> int:
     if options.show:
         print(as_text(derived()), end="")
         return int(Exit.DONE)
-    if options.inspect:
+    if options.inspect is not None:  # an empty one, as of a variable that is not set, must build nothing
         print(inspect(options.inspect))
         if options.sizes:
             from env import sizes

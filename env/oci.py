@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,8 @@ class Layout:
         Raises:
             Failure: Exit.INPUT, when there is none, or several.
         """
-        return choose(json.loads(self.read("index.json")), self.blob, architecture, str(self.path))
+        place = str(self.path)
+        return choose(table(self.read("index.json"), place), self.blob, architecture, place)
 
 
 def checked(data: bytes, digest: str, place: str) -> bytes:
@@ -106,25 +107,52 @@ def checked(data: bytes, digest: str, place: str) -> bytes:
     return data
 
 
-def choose(index: Mapping[str, Any], blob: Any, architecture: str, place: str) -> Image:
+def table(data: bytes, place: str) -> dict[str, Any]:
+    """The JSON object that these bytes hold.
+
+    Raises:
+        Failure: Exit.INPUT, when they hold none.
+    """
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise _misshapen(place)
+    return found
+
+
+def choose(index: Mapping[str, Any], blob: Callable[[str], bytes], architecture: str, place: str) -> Image:
     """Follow an index, or a manifest, to one image; `blob` gives the checked bytes of a digest.
 
     Raises:
-        Failure: Exit.INPUT, when there is no image of that architecture.
+        Failure: Exit.INPUT, when there is no image of that architecture, or what should describe it has another shape.
     """
-    for entry in index.get("manifests", ()):
-        if entry["mediaType"] in (INDEX, DOCKER_INDEX):
-            return choose(json.loads(blob(entry["digest"])), blob, architecture, place)
-        platform = entry.get("platform", {})
-        if platform.get("architecture", architecture) == architecture:
-            return read_manifest(blob(entry["digest"]), entry["digest"], blob)
+    try:
+        for entry in index.get("manifests", ()):
+            if entry["mediaType"] in (INDEX, DOCKER_INDEX):
+                return choose(table(blob(entry["digest"]), place), blob, architecture, place)
+            platform = entry.get("platform", {})
+            if platform.get("architecture", architecture) == architecture:
+                return _described(blob(entry["digest"]), entry["digest"], blob, place)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # whoever wrote it had other ideas of an image
+        raise _misshapen(place) from error
     raise Failure(Exit.INPUT, f"{place} holds no image for {architecture}")
 
 
-def read_manifest(data: bytes, digest: str, blob: Any) -> Image:
-    """The image of a manifest's bytes."""
-    manifest = json.loads(data)
-    return Image(digest=digest, manifest=manifest, config=json.loads(blob(manifest["config"]["digest"])))
+def _described(data: bytes, digest: str, blob: Callable[[str], bytes], place: str) -> Image:
+    """The image of a manifest's bytes; whoever asks it for anything later finds the shape that is expected."""
+    manifest = table(data, place)
+    image = Image(digest=digest, manifest=manifest, config=table(blob(manifest["config"]["digest"]), place))
+    sound = [str(layer["digest"]) and layer["size"] >= 0 for layer in image.layers]
+    if not all([*sound, *(isinstance(value, str) for value in image.labels.values())]):
+        raise _misshapen(place)
+    image.steps()
+    return image
+
+
+def _misshapen(place: str) -> Failure:
+    return Failure(Exit.INPUT, f"{place} is no OCI image: what should describe it does not")
 
 
 def write(folder: Path, layers: Sequence[tuple[Path, str]], config: Mapping[str, Any], name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import IO
 
@@ -53,14 +54,21 @@ def in_engine(name: str) -> oci.Image | None:
         return None
     say(f"reading {name} in the container engine here")
     command = ["docker", "image", "save", name]
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as saved:
+    with (
+        tempfile.TemporaryFile() as words,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words) as saved,
+    ):
         assert saved.stdout is not None
         try:
             found = _first(saved.stdout, str(told["Id"]), str(told["Architecture"]), name)
+            while found is None and saved.stdout.read(SMALL):  # what it says at its end is wanted
+                pass
+            code = saved.wait() if found is None else 0
         finally:
             saved.kill()
+        if code:
+            words.seek(0)
+            raise remote.explain(command, code, words.read().decode("utf-8", "replace"))
     if found is None:
         raise Failure(
             Exit.HOST,
@@ -72,11 +80,17 @@ def in_engine(name: str) -> oci.Image | None:
     return found
 
 
+class _NotYet(Exception):
+    """A blob has not come by that was named before."""
+
+
 def _first(stream: IO[bytes], digest: str, architecture: str, name: str) -> oci.Image | None:
     """The image of a manifest or index in an archive as it comes; None if it ends without."""
     blobs: dict[str, bytes] = {}
 
     def blob(wanted: str) -> bytes:
+        if wanted not in blobs:
+            raise _NotYet(wanted)
         return oci.checked(blobs[wanted], wanted, name)
 
     try:
@@ -88,10 +102,10 @@ def _first(stream: IO[bytes], digest: str, architecture: str, name: str) -> oci.
                 blobs[f"sha256:{Path(member.name).name}"] = content.read()
                 if digest not in blobs:
                     continue
-                kind = json.loads(blob(digest)).get("mediaType", oci.MANIFEST)
+                kind = oci.table(blob(digest), name).get("mediaType", oci.MANIFEST)
                 try:
                     return oci.choose({"manifests": [{"digest": digest, "mediaType": kind}]}, blob, architecture, name)
-                except KeyError:  # it names one that has not come yet
+                except _NotYet:
                     continue
     except tarfile.TarError:  # whoever wrote it has stopped
         return None

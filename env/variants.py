@@ -85,7 +85,7 @@ class Matrix:
         source, option = (f", which {NAMED} names", f"{NAMED}=") if named else ("", "--variant ")
         raise Failure(
             Exit.USAGE,
-            f"there is no variant `{wanted}`{source}; there are {', '.join(self.variants)}",
+            f"there is no variant `{repr(wanted)[1:-1]}`{source}; there are {', '.join(self.variants)}",
             hint=f"did you mean `{option}{near[0]}`?" if near else None,
         )
 

@@ -92,6 +92,9 @@ def test_refusals_are_one_sentence_each(tmp_path: Path) -> None:
         (Exit.USAGE, "there is no variant `cu13`", run("--variant", "cu13")),
         (Exit.USAGE, "`--sizes` needs the image to draw", run("--sizes", "x.png")),
         (Exit.INPUT, "is no OCI image", run("--inspect", f"oci:{tmp_path}/nothing")),
+        # a variable of a script that is not set: nothing must be built
+        (Exit.USAGE, "`` is no reference of an image", run("--inspect", "", "--base", BASE, DOCKER_HOST=silent)),
+        (Exit.USAGE, "there is no variant `cu130\\n`", run("--base", BASE, DFLASH_VARIANT="cu130\n")),
         (Exit.HOST, "there is no `docker` on the PATH", run("--base", BASE, PATH=str(tmp_path))),
     ):
         assert done.returncode == code, done.stderr

@@ -64,6 +64,55 @@ def test_what_is_no_image_is_named(tmp_path: Path) -> None:
             oci.Layout(place).image()
 
 
+def described(folder: Path, *blobs: str) -> Path:
+    """A layout whose index leads to the first of the blobs, each by its digest."""
+    (folder / "blobs" / "sha256").mkdir(parents=True)
+    for blob in blobs:
+        (folder / "blobs" / "sha256" / hashlib.sha256(blob.encode()).hexdigest()).write_text(blob)
+    entry = {"mediaType": oci.MANIFEST, "digest": f"sha256:{hashlib.sha256(blobs[0].encode()).hexdigest()}"}
+    (folder / "index.json").write_text(json.dumps({"manifests": [entry]}))
+    return folder
+
+
+def manifest_of(config: str, **more: object) -> str:
+    """The manifest of an image with this configuration."""
+    digest = f"sha256:{hashlib.sha256(config.encode()).hexdigest()}"
+    return json.dumps({"config": {"digest": digest}, "layers": [], **more})
+
+
+@pytest.mark.parametrize(
+    "blobs",
+    [
+        ("[]",),
+        ("no JSON",),
+        ("[" * 100_000,),
+        ("{}",),
+        ('{"config": {}, "layers": []}',),
+        (manifest_of("{}", layers=7), "{}"),
+        (manifest_of("{}", layers=[{"digest": "sha256:0"}]), "{}"),
+        (manifest_of("[]"), "[]"),
+        (manifest_of("no JSON"), "no JSON"),
+        (manifest_of(text := '{"config": {"Labels": ["one"]}}'), text),
+        (manifest_of(text := '{"config": {"Labels": {"dflash.variant": 7}}}'), text),
+        (manifest_of(text := '{"history": 7}'), text),
+    ],
+    ids=range(12),
+)
+def test_bytes_that_are_what_their_digest_says_and_describe_no_image_are_refused(
+    tmp_path: Path, blobs: tuple[str, ...]
+) -> None:
+    with pytest.raises(Failure, match=f"{tmp_path} is no OCI image") as refused:
+        oci.Layout(described(tmp_path, *blobs)).image()
+    assert refused.value.code == Exit.INPUT
+
+
+@pytest.mark.parametrize("index", ["no JSON", "[]", '{"manifests": 7}', '{"manifests": [{}]}', '{"manifests": ["x"]}'])
+def test_an_index_of_another_shape_is_refused(tmp_path: Path, index: str) -> None:
+    (tmp_path / "index.json").write_text(index)
+    with pytest.raises(Failure, match=f"{tmp_path} is no OCI image"):
+        oci.Layout(tmp_path).image()
+
+
 def test_an_image_for_another_machine_is_not_taken_for_ours(layout: Path) -> None:
     with pytest.raises(Failure, match="holds no image for arm64"):
         oci.Layout(layout).image("arm64")

@@ -94,3 +94,18 @@ def test_an_engine_that_hands_out_something_else_is_refused(
         stored.find(toy)
     assert refused.value.code == Exit.HOST
     assert "--inspect oci:FILE" in (refused.value.hint or "")
+
+
+def test_an_engine_that_goes_away_while_it_hands_an_image_out_is_said_to_have_gone(
+    toy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = json.dumps([{"Id": f"sha256:{'0' * 64}", "Architecture": "amd64"}])
+    program = tmp_path / "docker"
+    gone = "error during connect: Get http://%2Fvar%2Frun%2Fdocker.sock/v1.45/images/get: EOF"
+    program.write_text(f"#!/bin/sh\ncase $2 in inspect) echo '{told}';; save) echo '{gone}' >&2; exit 1;; esac\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(Failure, match="the container engine does not answer") as refused:
+        stored.find(toy)
+    assert refused.value.code == Exit.HOST
+    assert gone in refused.value.details
