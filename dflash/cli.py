@@ -39,7 +39,7 @@ Examples:
 
   nox -s train -- --target T --features DIR      features that `nox -s data -- features` wrote
 
-  nox -s train -- --topology 5:3                 five GPUs run the target, three train the drafter
+  nox -s train -- --config qwen3-8b --target T --topology 4:4   four GPUs run the target, four train the drafter
 
 A run that was stopped goes on where it was when the same command is given again.
 """
