@@ -162,6 +162,13 @@ def take_signals(handler: Callable[[int, FrameType | None], None]) -> None:
         signal.signal(number, handler)
 
 
+def hush() -> None:
+    """Silence torch's agent: what it would say, we say. Some of its loggers have a level of their own."""
+    quiet = ("torch.distributed.elastic", "torch.distributed.launcher")
+    for name in (*quiet, *(name for name in logging.root.manager.loggerDict if name.startswith(quiet))):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def run(plan: Plan, job: Job, stop: Stop, *, say: Callable[[str], None], places: Path) -> None:
     """Run the workers until they have trained to the end.
 
@@ -175,8 +182,7 @@ def run(plan: Plan, job: Job, stop: Stop, *, say: Callable[[str], None], places:
     Raises:
         Failure: with the code of the worker that failed for good; Exit.UNREACHABLE, when a node does not come (back).
     """
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what it would say, we say
+    hush()
     place = Path(job.folder) / JOB
     if plan.nodes.node_rank == 0:
         storage.write(place, json.dumps(asdict(job)).encode())

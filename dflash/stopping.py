@@ -99,10 +99,12 @@ def tell(code: Exit, where: str) -> int:
 
 
 def leave_word() -> None:
-    """Let this worker's launcher know that the run was asked to stop."""
-    if os.environ.get(WORD):
-        with suppress(OSError):
-            Path(os.environ[WORD]).touch()
+    """Let this worker's launcher know that the run was asked to stop; where it cannot be told, that is said."""
+    if place := os.environ.get(WORD):
+        try:
+            Path(place).touch()
+        except OSError as error:
+            speak(f"this node's launcher does not hear that the run was asked to stop: {place}: {error.strerror}")
 
 
 def _end_on_signal(reader: int, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -141,3 +142,26 @@ def test_a_worker_hears_a_signal_while_its_main_thread_is_outside_of_python_and_
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=10)
     assert (process.returncode, out) == (0, "asked")
+
+
+def test_a_worker_that_cannot_tell_its_launcher_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(stopping.WORD, str(tmp_path / "word"))
+    stopping.leave_word()
+    assert (tmp_path / "word").exists()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv(stopping.WORD, str(tmp_path / "gone" / "word"))
+    stopping.leave_word()
+    assert f"{tmp_path}/gone/word: No such file or directory" in capsys.readouterr().err
+    monkeypatch.delenv(stopping.WORD)
+    stopping.leave_word()
+    assert capsys.readouterr().err == ""
+
+
+def test_torch_s_agent_says_nothing_of_its_own() -> None:
+    from dflash import launch
+
+    launch.hush()
+    for name in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api", "rendezvous.api"):
+        assert not logging.getLogger(f"torch.distributed.elastic.{name}").isEnabledFor(logging.ERROR)
