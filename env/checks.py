@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from env import bootstrap, environment, variants
 from env.building import say
-from env.errors import Exit
+from env.errors import Exit, Failure
 from env.launch import take
 from env.variants import ROOT
 
@@ -22,6 +22,8 @@ def tests(argv: Sequence[str]) -> int:
     """Run pytest in a variant's environment, or in each; what is not ours goes to pytest."""
     options, arguments = take([word for word in argv if word != EVERY])
     matrix = variants.load()
+    if EVERY in argv and options.variant is not None:
+        raise Failure(Exit.USAGE, f"`{EVERY}` and `--variant {options.variant}` exclude each other")
     if EVERY not in argv:
         python = environment.ensure(matrix.variant(options.variant).name, ["dev"], options.python)
         _become(python, "pytest", arguments)

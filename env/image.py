@@ -364,13 +364,16 @@ def main(argv: Sequence[str]) -> int:
         print(as_text(derived()), end="")
         return int(Exit.DONE)
     if options.inspect is not None:  # an empty one, as of a variable that is not set, must build nothing
-        print(inspect(options.inspect))
-        if options.sizes:
-            from env import sizes
+        if options.sizes is not None and options.sizes.suffix != ".png":  # a folder's name would get `.png` beside it
+            raise Failure(Exit.USAGE, f"`--sizes {options.sizes}` is no name of a picture", hint="`--sizes FILE.png`")
+        with terminable():
+            print(inspect(options.inspect))
+            if options.sizes is not None:
+                from env import sizes
 
-            sizes.picture(options.inspect, options.sizes)
+                sizes.picture(options.inspect, options.sizes)
         return int(Exit.DONE)
-    if options.sizes:
+    if options.sizes is not None:
         raise Failure(Exit.USAGE, "`--sizes` needs the image to draw", hint="`--inspect REF --sizes FILE.png`")
     variant = variants.load().variant(options.variant)
     cards = [gpus.find(name).key for name in options.gpu or GPUS if name != "none"]

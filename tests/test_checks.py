@@ -50,6 +50,9 @@ def test_tests_run_on_each_torch_and_one_table_tells_how_it_went(clone: Clone) -
     assert all(line.endswith("failed (exit code 1)") for line in lines[5:])
     assert done.returncode == 1
     assert clone.env("tests", "--all-variants").returncode == 0
+    both = clone.env("tests", "--all-variants", "--variant", "cu128")
+    assert (both.returncode, both.stdout) == (Exit.USAGE, "")
+    assert both.stderr == "error: `--all-variants` and `--variant cu128` exclude each other\n"
 
 
 def test_lint_checks_style_and_format_without_any_torch(clone: Clone) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,7 @@ def test_refusals_are_one_sentence_each(tmp_path: Path) -> None:
         (Exit.USAGE, "there is no GPU `h2000`", run("--gpu", "h2000")),
         (Exit.USAGE, "there is no variant `cu13`", run("--variant", "cu13")),
         (Exit.USAGE, "`--sizes` needs the image to draw", run("--sizes", "x.png")),
+        (Exit.USAGE, "`--sizes .` is no name of a picture", run("--inspect", f"oci:{tmp_path}/nothing", "--sizes", "")),
         (Exit.INPUT, "is no OCI image", run("--inspect", f"oci:{tmp_path}/nothing")),
         # a variable of a script that is not set: nothing must be built
         (Exit.USAGE, "`` is no reference of an image", run("--inspect", "", "--base", BASE, DOCKER_HOST=silent)),
@@ -100,3 +103,30 @@ def test_refusals_are_one_sentence_each(tmp_path: Path) -> None:
         assert done.returncode == code, done.stderr
         assert [sentence in line for line in done.stderr.splitlines() if line.startswith("error: ")] == [True]
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, Exit.INTERRUPTED), (signal.SIGTERM, Exit.TERMINATED)])
+def test_a_signal_ends_an_inspection_and_the_engine_s_program_that_it_reads(
+    tmp_path: Path, number: signal.Signals, code: Exit
+) -> None:
+    program, pid = tmp_path / "bin" / "docker", tmp_path / "pid"
+    program.parent.mkdir()
+    told = '[{"Id": "sha256:0", "Architecture": "amd64"}]'
+    saves = f"echo $$ >{pid}.new; mv {pid}.new {pid}; exec sleep 600"
+    program.write_text(f"#!/bin/sh\ncase $2 in inspect) echo '{told}';; save) {saves};; esac\n")
+    program.chmod(0o755)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    path = f"{program.parent}:{os.environ['PATH']}"
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "TMPDIR": str(scratch)}
+    command = [sys.executable, "-m", "env", "image", "--inspect", "x:1"]
+    process = subprocess.Popen(command, env=settings, stderr=subprocess.PIPE, text=True)
+    while not pid.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "Traceback" not in said
+    assert not Path("/proc", pid.read_text().strip()).exists()
+    assert list(scratch.iterdir()) == []
