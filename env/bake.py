@@ -257,7 +257,13 @@ def _seal(
         details={key: lines for key, lines in compiled["details"].items() if key in asked},
         key=kitchen.key,
         trust=kitchen.trust,
+        code=[variants.ROOT, *_packages(kitchen.python)],
     )
+
+
+def _packages(python: Path) -> list[Path]:
+    """Where an interpreter's packages lie; not resolved, as that of a virtual environment is a link out of it."""
+    return sorted(python.absolute().parent.parent.glob("lib/python*/site-packages"))
 
 
 @contextmanager

@@ -38,8 +38,8 @@ COUNTS = ("autograd_hit", "fx_hit", "triton_hit")
 
 DIGEST_OVER = (
     "format, graph_id, gpu_id, cache_id, factors, keys, counts, and of each file what decides: elapsed times, memory "
-    "addresses, time stamps, debugging information, the stages between a kernel's source and its cubin, and the folder "
-    "in which it was baked are left out"
+    "addresses, time stamps, debugging information, the stages between a kernel's source and its cubin, the folder in "
+    "which it was baked and those of the code that was compiled are left out"
 )
 """What the digest covers, in words, for whoever compares two."""
 

@@ -50,13 +50,15 @@ def seal(
     parent: str | None = None,
     key: Path | None = None,
     trust: Path | None = None,
+    code: Sequence[Path] = (),
 ) -> tuple[Path, Manifest]:
     """Seal the caches in `source` into a folder of their own below `folder`, and return it and its manifest.
 
     `counts` are the hits that a fresh process's first step counts; `keys` are those that it asks for, all that are
     there if they are not given; `details` is what torch hashed for each (`factors.details`). `key` signs; `trust` is
-    the folder in which to note that this cache was sealed here, the user's own if left out. The place appears whole or
-    not at all, and read-only. Sealing the same thing again returns what is there.
+    the folder in which to note that this cache was sealed here, the user's own if left out; `code` are the folders of
+    the code that was compiled, which entries name in comments. The place appears whole or not at all, and read-only.
+    Sealing the same thing again returns what is there.
 
     Raises:
         Failure: Exit.CACHE, for a source that holds no entries, links, or lacks a promised key; Exit.STORAGE, when it
@@ -66,7 +68,7 @@ def seal(
     promised = {family: tuple(sorted(set((keys or keys_in(source))[family]))) for family in manifests.FAMILIES}
     _require_entries(source, promised)
     with _temporary(folder, identity) as building:
-        files, contents = _copy(source, building / FILES)
+        files, contents = _copy(source, building / FILES, code)
         noted = _write_details(building, details)
         draft = Manifest(
             cache_id=identity,
@@ -194,9 +196,9 @@ def _chosen(source: Path) -> Iterator[Path]:
                         )
 
 
-def _copy(source: Path, target: Path) -> tuple[dict[str, File], str]:
+def _copy(source: Path, target: Path, code: Sequence[Path]) -> tuple[dict[str, File], str]:
     """Copy and normalise the files; their records, and the digest of what decides in them."""
-    replace, renamed = _made_independent(source)
+    replace, renamed = _made_independent(source, code)
     files: dict[str, File] = {}
     contents: list[list[str]] = []
     for path in _chosen(source):
@@ -218,13 +220,14 @@ def _copy(source: Path, target: Path) -> tuple[dict[str, File], str]:
     return dict(sorted(files.items())), digest(sorted(contents))
 
 
-def _made_independent(source: Path) -> tuple[Callable[[str], str], Mapping[str, str]]:
-    """How texts are made independent of the source's path, and which files are named by contents that hold it.
+def _made_independent(source: Path, code: Sequence[Path]) -> tuple[Callable[[str], str], Mapping[str, str]]:
+    """How texts are made independent of the paths of source and code, and which files are named by contents with them.
 
     Generated code is named by a digest of its text; a wrapper's text names the kernels' files, path and all.
     """
     # as it was named while it was filled, which may have been through a link; the longer first, one may hold the other
-    names = sorted({str(source.absolute()), str(source.resolve())}, key=len, reverse=True)
+    places = [source, *code]
+    names = sorted({str(way) for place in places for way in (place.absolute(), place.resolve())}, key=len, reverse=True)
     path = re.compile("|".join(map(re.escape, names)))
     renamed: dict[str, str] = {}
     for file in _chosen(source):

@@ -55,6 +55,18 @@ def test_two_bakes_at_different_paths_have_one_digest(tmp_path: Path) -> None:
     assert "folder in which it was baked" in one.digest_over
 
 
+def test_two_bakes_of_code_at_different_paths_have_one_digest(tmp_path: Path) -> None:
+    made = []
+    for name in ("here", "a longer path/there"):
+        source, code = make_source(tmp_path / name / "cache"), tmp_path / name
+        (source / "fxgraph/ab/fabc" / ("x" * 51)).write_bytes(pickle.dumps({"graph": f"# File: {code}/model.py:35"}))
+        made.append(make_sealed(tmp_path / name / "sealed", source=source, code=[code])[1])
+        made.append(make_sealed(tmp_path / name / "told", source=source)[1])
+    one, path_told, other, other_told = (manifest.digest for manifest in made)
+    assert one == other
+    assert len({one, path_told, other_told}) == 3  # nothing else was equal in them
+
+
 def test_a_cache_filled_through_a_link_has_the_same_digest(tmp_path: Path) -> None:
     _, one = make_sealed(tmp_path / "one", source=make_source(tmp_path / "here"))
     (tmp_path / "disk").mkdir()
