@@ -10,12 +10,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from racing import run
 
 from dflash import tracing
 from dflash.diagnose import shortened, sound
-from env.errors import Exit
+from env import environment, variants
+from env.doctor import training
+from env.errors import Exit, Failure
 
 ROOT = Path(__file__).parent.parent
 
@@ -101,3 +104,15 @@ def test_a_python_without_torch_gets_a_sentence(tmp_path: Path) -> None:
 def test_a_long_answer_is_shortened_in_the_table_only() -> None:
     assert shortened("x" * 60) == "x" * 45 + "…"
     assert shortened("short") == "short"
+
+
+def test_another_torch_than_that_of_the_variant_which_the_environment_names_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "HOME", tmp_path)
+    monkeypatch.delenv(variants.NAMED, raising=False)
+    assert training.interpreter(None) == Path(sys.executable)
+    monkeypatch.setenv(variants.NAMED, "cu128")
+    with pytest.raises(Failure, match="no environment of cu128 here yet") as refused:
+        training.interpreter(None)
+    assert refused.value.code == Exit.HOST

@@ -92,7 +92,8 @@ def interpreter(variant: str | None, version: str | None = None) -> Path:
     python = environment.python_of(chosen.name, python=version)
     if python.exists():
         return python
-    if variant is None and version is None and importlib.util.find_spec("torch") is not None:
+    named = variant or os.environ.get(variants.NAMED)
+    if not named and version is None and importlib.util.find_spec("torch") is not None:
         return Path(sys.executable)
     environment.refuse_unmakable(chosen.name, python=version)
     words = f" --variant {variant}" if variant else ""
