@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-import os
 import re
-import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -20,7 +18,7 @@ import typer
 from dflash import cli_bench, cli_data, shortage
 from dflash.stopping import Stopped, tell
 from env.cache import fitting
-from env.errors import Exit, Failure, report
+from env.errors import Exit, Failure, full_output, report
 
 EXAMPLES = """
 Examples:
@@ -227,20 +225,6 @@ def verify(
 
 def _session(argv: Sequence[str]) -> str:
     return argv[0] if argv and argv[0] in {"bench", "data", "verify"} else "train"
-
-
-def full_output(probe: bytes = b"") -> Failure | None:
-    """The failure of standard output, if it takes nothing more; Python would complain again at its end."""
-    try:
-        sys.stdout.flush()
-        os.write(sys.stdout.fileno(), probe)
-    except (BrokenPipeError, ValueError):  # nobody reads it, or it is no file
-        return None
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        said = f"cannot write to standard output: {error.strerror}"
-        return Failure(Exit.STORAGE, said, hint="what is on the disk is whole; the same command says it again")
-    return None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -73,6 +74,26 @@ def speak(text: str) -> None:
     except OSError:  # whoever read has gone, or the disk is full; Python would stumble over the rest at its end
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def full_output(probe: bytes = b"") -> Failure | None:
+    """The failure of standard output, if it takes nothing more; Python would complain again at its end."""
+    output: Any = sys.stdout
+    if output is None:  # it was closed before the program began
+        return None
+    try:
+        output.flush()
+        os.write(output.fileno(), probe)
+    except BrokenPipeError:  # who read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+        return None
+    except ValueError:  # it is no file
+        return None
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+        said = f"cannot write to standard output: {error.strerror}"
+        return Failure(Exit.STORAGE, said, hint="what is on the disk is whole; the same command says it again")
+    return None
 
 
 def visible(text: str) -> str:

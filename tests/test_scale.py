@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from env import remote, scale
+from env.errors import Exit
 from env.variants import ROOT
 
 CLUSTER = scale.Cluster(nodes=100, processes=8, registry=10.0, node=25.0, mirror=10)
@@ -13,6 +17,23 @@ CLUSTER = scale.Cluster(nodes=100, processes=8, registry=10.0, node=25.0, mirror
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert scale.main([]) == 0
     assert f"$ python -m env scale\n{capsys.readouterr().out}```" in (ROOT / "docs" / "scale.md").read_text()
+
+
+def test_a_reader_who_has_seen_enough_ends_it_without_a_word() -> None:
+    command = [sys.executable, "-m", "env", "scale"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert (process.stderr.read(), process.wait()) == ("", 0)
+
+
+def test_output_that_has_nowhere_to_go_is_one_sentence() -> None:
+    command = [sys.executable, "-m", "env", "scale"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == Exit.STORAGE
+    assert done.stderr.startswith("error: cannot write to standard output: No space left on device\n")
 
 
 def test_its_seconds_are_those_that_were_measured() -> None:
