@@ -131,9 +131,10 @@ def test_the_environment_variable_stands_in_for_the_option_and_is_overruled_by_i
 def test_the_command_that_mends_drift_means_the_drifted_variant(clone: Clone) -> None:
     assert clone.env("launch", "dflash").returncode == 0
     (clone.site("cu130") / "sitecustomize.py").write_text("")
-    assert "`nox -s train -- --repair`" in clone.env("launch", "dflash", "train").stderr
+    # a hint begins as the user began: `nox` or `python3 noxfile.py`, by which these tests may have been started
+    assert " -s train -- --repair`" in clone.env("launch", "dflash", "train").stderr
     told_so = clone.env("launch", "dflash", "train", "--variant", "cu130", DFLASH_VARIANT="cu128").stderr
-    assert "`nox -s train -- --variant cu130 --repair`" in told_so
+    assert " -s train -- --variant cu130 --repair`" in told_so
 
 
 def test_drift_stops_the_launch_until_it_is_mended_or_allowed(clone: Clone) -> None:
