@@ -184,7 +184,7 @@ def test_a_really_drifted_environment_ends_with_exit_code_3_and_a_mended_one_wit
 
     workshop = Workshop(tmp_path)
     prefix = workshop.make(tmp_path / "cu130")
-    monkeypatch.setattr(made, "python_of", lambda variant: prefix / "bin" / "python")
+    monkeypatch.setattr(made, "python_of", lambda *_: prefix / "bin" / "python")
     monkeypatch.setattr(Variant, "lock", property(lambda variant: workshop.lock))
     asked = ["--only", "environment", "--json"]
     assert main(asked) == 0
