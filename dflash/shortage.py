@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
 
-from env.errors import Exit, Failure
+from env.errors import Exit, Failure, chain
 
 SAID = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|CUBLAS_STATUS_ALLOC_FAILED")
 """In messages of torch, CUDA and cuBLAS, some of which are plain RuntimeErrors."""
@@ -21,7 +20,7 @@ FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota excee
 
 def told(error: BaseException) -> Failure | None:
     """The sentence for an error that says memory or a disk is full, anywhere in its chain; None for any other."""
-    for each in _chain(error):
+    for each in chain(error):
         if _is_full(each):
             return _disk(each)
         if _is_shortage(each):
@@ -67,11 +66,3 @@ def _is_shortage(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     return isinstance(error, RuntimeError) and SAID.search(str(error)) is not None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__

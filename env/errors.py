@@ -7,7 +7,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -74,6 +74,15 @@ def speak(text: str) -> None:
     except OSError:  # whoever read has gone, or the disk is full; Python would stumble over the rest at its end
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it came of, the latest first: libraries wrap what a kernel or a disk has said."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def full_output(probe: bytes = b"") -> Failure | None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from env.errors import Exit, Failure
+from env.errors import Exit, Failure, chain
 
 READ_IN = ("2.10", "2.11", "2.15")
 """The versions of torch in which `_inductor.config.triton`, `persistent_reduction` and the launcher were read."""
@@ -93,7 +93,7 @@ def misfit(error: BaseException) -> Failure | None:
 
     `nox -s bake` and a run on the card both raise it: no configuration that inductor tried can be loaded.
     """
-    for each in _chain(error):
+    for each in chain(error):
         found = REFUSED.search(str(each))
         if "No valid triton configs" in str(each) and found is not None:
             import torch
@@ -114,11 +114,3 @@ def _card(torch: Any) -> str:
         return str(torch.cuda.get_device_name())
     except (RuntimeError, AssertionError):
         return "the card"
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
