@@ -35,6 +35,9 @@ COMMANDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; every `Failure` becomes a sentence and its exit code."""
+    if argv and argv[0] in {"-h", "--help"}:
+        print(f"{__doc__.splitlines()[0]}\n\ncommands: {', '.join(COMMANDS)}\n`COMMAND --help` tells more of each.")
+        return int(Exit.DONE)
     if not argv or argv[0] not in COMMANDS:
         asked = f"`{argv[0]}` is no command" if argv else "no command is given"
         return report(Failure(Exit.USAGE, asked, details=[f"commands: {', '.join(COMMANDS)}"]))

@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,10 @@ class Output:
         packing = "compression=zstd,oci-mediatypes=true"
         if self.kind == "oci":
             return f"type=oci,dest={self.place},{packing}"
-        # what only passes through this engine on its way to a registry need not be unpacked in it a second time
-        return f"type=image,name={self.place},{packing}" + (",push=true,unpack=false" if self.kind == "push" else "")
+        # What only passes through on its way to a registry need not be kept in this engine, nor unpacked in it, which
+        # takes 5 GB: the builder pushes. `push=` is BuildKit's own short form; `push=true` makes buildx have the engine
+        # push an image that is not there, and `unpack=false` is overruled by the engine (buildx 0.13, Docker 26).
+        return f"type=image,name={self.place},{packing}" + (",push=,store=false" if self.kind == "push" else "")
 
 
 def output(text: str, variant: str) -> Output:
@@ -255,7 +257,26 @@ def build(
         told = folder / "metadata.json"
         second += ["--metadata-file", str(told), "--output", where.option]
         _run(command(wanted, reference, [*shared, *second]))
-        return str(json.loads(told.read_text(encoding="utf-8"))["containerimage.digest"])
+        digest = str(json.loads(told.read_text(encoding="utf-8"))["containerimage.digest"])
+    if where.kind == "push":
+        require_pushed(where.place, digest)
+    return digest
+
+
+def require_pushed(place: str, digest: str) -> None:
+    """Ask the registry whether it has what was built: another builder could read the output's options otherwise.
+
+    Raises:
+        Failure: Exit.HOST, when the tag stands for something else; whatever asking can fail of, see `remote.explain`.
+    """
+    found = remote.digest_of(remote.reference(place))
+    if found != digest:
+        raise Failure(
+            Exit.HOST,
+            f"{place} in the registry is not what was built and pushed",
+            details=[f"built    {digest}", f"registry {found}"],
+            hint="was it pushed by another at the same time? Otherwise `--output load`, then `nox -s push`",
+        )
 
 
 def told_labels(caches: Mapping[str, Sequence[str]], commit: str, base_digest: str) -> dict[str, str]:
@@ -353,6 +374,19 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def require_alone(options: argparse.Namespace, option: str, fitting: Collection[str]) -> None:
+    """Refuse what only a build would heed beside an option that builds nothing: it would be ignored.
+
+    Raises:
+        Failure: Exit.USAGE, with the options that do not fit.
+    """
+    usual = parser().parse_args([])
+    over = [name for name, value in vars(options).items() if name not in fitting and value != getattr(usual, name)]
+    if over:
+        words = ", ".join(f"`--{'print' if name == 'show' else name.replace('_', '-')}`" for name in over)
+        raise Failure(Exit.USAGE, f"`{option}` builds nothing, so it takes no {words}", hint=f"leave out {words}")
+
+
 def main(argv: Sequence[str]) -> int:
     """`python -m env image`: build, print or inspect.
 
@@ -361,9 +395,11 @@ def main(argv: Sequence[str]) -> int:
     """
     options = parser().parse_args(list(argv))
     if options.show:
+        require_alone(options, "--print", {"show"})
         print(as_text(derived()), end="")
         return int(Exit.DONE)
     if options.inspect is not None:  # an empty one, as of a variable that is not set, must build nothing
+        require_alone(options, "--inspect", {"inspect", "sizes"})
         if options.sizes is not None and options.sizes.suffix != ".png":  # a folder's name would get `.png` beside it
             raise Failure(Exit.USAGE, f"`--sizes {options.sizes}` is no name of a picture", hint="`--sizes FILE.png`")
         with terminable():

@@ -24,7 +24,7 @@ def test_an_image_goes_to_a_file_the_engine_or_a_registry() -> None:
     assert image.output("load", "cu128").place == "dflash:cu128"
     pushed = image.output("push:registry.example/dflash:1", "cu130")
     assert pushed.place == "registry.example/dflash:1"
-    assert ",push=true" in pushed.option
+    assert pushed.option.endswith(",push=,store=false")  # by the builder, and nothing of it stays in the engine
     for text in ("somewhere", "oci:", "push:"):
         with pytest.raises(Failure, match="is no place for an image") as refused:
             image.output(text, "cu130")
@@ -96,13 +96,30 @@ def test_refusals_are_one_sentence_each(tmp_path: Path) -> None:
         (Exit.USAGE, "`--sizes .` is no name of a picture", run("--inspect", f"oci:{tmp_path}/nothing", "--sizes", "")),
         (Exit.INPUT, "is no OCI image", run("--inspect", f"oci:{tmp_path}/nothing")),
         # a variable of a script that is not set: nothing must be built
-        (Exit.USAGE, "`` is no reference of an image", run("--inspect", "", "--base", BASE, DOCKER_HOST=silent)),
+        (Exit.USAGE, "`` is no reference of an image", run("--inspect", "", DOCKER_HOST=silent)),
         (Exit.USAGE, "there is no variant `cu130\\n`", run("--base", BASE, DFLASH_VARIANT="cu130\n")),
         (Exit.HOST, "there is no `docker` on the PATH", run("--base", BASE, PATH=str(tmp_path))),
     ):
         assert done.returncode == code, done.stderr
         assert [sentence in line for line in done.stderr.splitlines() if line.startswith("error: ")] == [True]
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["--inspect", "x:1", "--variant", "cu128"], "`--inspect` builds nothing, so it takes no `--variant`"),
+        (["--inspect", "x:1", "--gpu", "h200", "--no-cache"], "it takes no `--gpu`, `--no-cache`"),
+        (["--print", "--variant", "cu128"], "`--print` builds nothing, so it takes no `--variant`"),
+        (["--print", "--inspect", "x:1"], "`--print` builds nothing, so it takes no `--inspect`"),
+    ],
+)
+def test_an_option_of_a_build_beside_one_that_builds_nothing_is_refused_not_ignored(
+    words: list[str], refused: str
+) -> None:
+    with pytest.raises(Failure, match=refused) as said:
+        image.main(words)
+    assert said.value.code == Exit.USAGE
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, Exit.INTERRUPTED), (signal.SIGTERM, Exit.TERMINATED)])

@@ -93,6 +93,9 @@ def test_an_unknown_command_and_none_are_refused(clone: Clone) -> None:
     done = clone.env()
     assert done.returncode == Exit.USAGE
     assert "commands: launch, tests" in done.stderr
+    asked = clone.env("--help")
+    assert asked.returncode == Exit.DONE
+    assert "commands: launch, tests" in asked.stdout
 
 
 # ------------------------------------------------------------------------------------------------------ the bootstrap

@@ -66,6 +66,13 @@ def run(engine: Engine, name: str, *command: str, options: Sequence[str] = (), c
     return f"{done.stdout}{done.stderr}" if check else f"{done.returncode}\n{done.stdout}{done.stderr}"
 
 
+def taken(engine: Engine) -> str:
+    """What it and all the other engines and registries take of the disk by now."""
+    folders = list(engine.folder.parent.glob("dflash-*-*"))
+    done = subprocess.run(["du", "-smx", "--total", *folders], capture_output=True, text=True, check=False)
+    return f"{int(done.stdout.splitlines()[-1].split()[0]) / 1e3:.1f} GB on the disk"
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkout(tmp_path_factory.mktemp("source") / "checkout")
@@ -78,7 +85,7 @@ def built(docker_engine: Engine, loopback_registry: str, source: Path) -> Built:
     start = time.monotonic()
     done = image(docker_engine, source, "--network=host", "--output", f"push:{loopback_registry}/dflash:first")
     made = Built(reference=done.stdout.strip(), seconds=time.monotonic() - start)
-    print(f"\nimage: built and pushed in {made.seconds:.0f} s")
+    print(f"\nimage: built and pushed in {made.seconds:.0f} s, {taken(docker_engine)}")
     return made
 
 
@@ -86,9 +93,9 @@ def built(docker_engine: Engine, loopback_registry: str, source: Path) -> Built:
 def node(built: Built, docker_engine: Engine, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Another engine, with nothing but what `nox -s pull` believed, and pulled by digest.
 
-    What was pushed goes from the builder: unpacked it takes 5 GB, and the layers themselves stay in the cache.
+    What the builder keeps goes first: from here on nothing builds, and the two together take 9 GB more of the disk.
     """
-    docker_engine.docker("image", "prune", "--all", "--force")
+    docker_engine.docker("builder", "prune", "--all", "--force")
     with engine() as made:
         with pytest.MonkeyPatch.context() as patch:
             use(made, patch)
@@ -97,13 +104,14 @@ def node(built: Built, docker_engine: Engine, keys: Keys, tmp_path_factory: pyte
             start = time.monotonic()
             host = tmp_path_factory.mktemp("host")  # one without cards
             assert pull.main([built.reference, "--key", str(keys.public)], host) == 0
-        print(f"\nimage: verified, pulled and unpacked in {time.monotonic() - start:.0f} s")
+        print(f"\nimage: verified, pulled and unpacked in {time.monotonic() - start:.0f} s, {taken(made)}")
         yield made
 
 
 def test_the_image_tells_what_it_is_without_being_run(built: Built, docker_engine: Engine, source: Path) -> None:
     said = image(docker_engine, source, "--inspect", built.reference).stdout
     assert built.digest in said
+    assert docker_engine.docker("image", "inspect", built.reference, check=False).returncode != 0  # it passed through
     for card in ("cpu", "h200", "rtx-pro-6000"):
         assert re.search(rf"^cache {card} +[0-9a-f]{{64}}$", said, re.MULTILINE)
     print(f"\n{said}")
@@ -136,6 +144,22 @@ def test_an_edit_that_touches_no_graph_moves_the_last_layer_only(
     assert moved == after[-1:]
     assert size <= 5
     assert seconds < 60  # 15 s on a machine that does nothing else
+
+
+def test_two_builds_that_share_nothing_have_one_digest(
+    built: Built, docker_engine: Engine, loopback_registry: str, source: Path, tmp_path: Path
+) -> None:
+    docker_engine.docker("builder", "prune", "--all", "--force")
+    other = shutil.copytree(source, tmp_path / "another folder" / "with" / "another name", symlinks=True)
+    start = time.monotonic()
+    done = image(
+        docker_engine, other, "--network=host", "--no-cache", "--output", f"push:{loopback_registry}/dflash:second"
+    )
+    print(f"\nimage: built again from nothing in {time.monotonic() - start:.0f} s, {taken(docker_engine)}")
+    again = done.stdout.strip()
+    one, other_one = layers(docker_engine, built.reference), layers(docker_engine, again)
+    assert [layer["digest"] for layer in one] == [layer["digest"] for layer in other_one]
+    assert built.digest == again.partition("@")[2]
 
 
 def test_it_trains_decodes_and_ends_well_as_nobody_on_a_read_only_root_without_a_network(
@@ -243,22 +267,6 @@ def test_what_it_weighs_is_little_more_than_its_wheels(built: Built, node: Engin
     print(f"\n{said}")
     told = json.loads(said[said.index("{") : said.rindex("}") + 1])
     assert told["ratio"] <= 1.08, said
-
-
-def test_two_builds_that_share_nothing_have_one_digest(
-    built: Built, docker_engine: Engine, loopback_registry: str, source: Path, tmp_path: Path
-) -> None:
-    docker_engine.docker("builder", "prune", "--all", "--force")
-    other = shutil.copytree(source, tmp_path / "another folder" / "with" / "another name", symlinks=True)
-    start = time.monotonic()
-    done = image(
-        docker_engine, other, "--network=host", "--no-cache", "--output", f"push:{loopback_registry}/dflash:second"
-    )
-    print(f"\nimage: built again from nothing in {time.monotonic() - start:.0f} s")
-    again = done.stdout.strip()
-    one, other_one = layers(docker_engine, built.reference), layers(docker_engine, again)
-    assert [layer["digest"] for layer in one] == [layer["digest"] for layer in other_one]
-    assert built.digest == again.partition("@")[2]
 
 
 def revision(built: Built, engine: Engine) -> str:

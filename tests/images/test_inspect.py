@@ -109,3 +109,19 @@ def test_an_engine_that_goes_away_while_it_hands_an_image_out_is_said_to_have_go
         stored.find(toy)
     assert refused.value.code == Exit.HOST
     assert gone in refused.value.details
+
+
+def test_a_registry_that_does_not_have_what_was_built_is_not_called_pushed_to(
+    docker_engine: Engine, toy: str, loopback_registry: str
+) -> None:
+    name = f"{loopback_registry}/arrived:1"
+    with pytest.raises(Failure) as refused:  # a builder that built and did not push
+        image.require_pushed(name, f"sha256:{'0' * 64}")
+    assert refused.value.code == Exit.INPUT
+    docker_engine.docker("tag", toy, name)
+    docker_engine.docker("push", name)
+    docker_engine.docker("image", "rm", name)
+    with pytest.raises(Failure, match="arrived:1 in the registry is not what was built and pushed") as refused:
+        image.require_pushed(name, f"sha256:{'0' * 64}")
+    assert refused.value.code == Exit.HOST
+    image.require_pushed(name, stored.find(toy).digest)
