@@ -104,10 +104,11 @@ def make(mirror: str | None = None, *, out: Path | None = None) -> Base:
     """Make the base anew from what the mirror (by default apt's) has now, and put it in the place of the old one.
 
     Raises:
-        Failure: Exit.HOST, without mmdebstrap, zstd or root; Exit.UNREACHABLE, when no mirror answers; Exit.STORAGE,
-            when the disk is full.
+        Failure: Exit.USAGE, when something else is in that place; Exit.HOST, without mmdebstrap, zstd or root;
+            Exit.UNREACHABLE, when no mirror answers; Exit.STORAGE, when the disk is full.
     """
     out = out or place()
+    _require_replaceable(out)
     _require()
     with exclusively(out), beside(out) as building:
         building.mkdir(parents=True)
@@ -195,6 +196,18 @@ def _listed(root: Path) -> bytes:
         return found.read()
 
 
+def _require_replaceable(out: Path) -> None:
+    """Refuse a place that holds anything but a base: what was there is removed."""
+    if out.is_dir() and ((out / "oci-layout").is_file() or not any(out.iterdir())):
+        return
+    if out.exists():
+        raise Failure(
+            Exit.USAGE,
+            f"{out} holds something else than a base, and it would be removed for one",
+            hint="`--out` takes a folder that is not there yet, is empty, or holds an older base",
+        )
+
+
 def _require() -> None:
     lacking = [name for name in ("mmdebstrap", "zstd") if shutil.which(name) is None]
     if lacking:
@@ -221,9 +234,11 @@ def main(argv: Sequence[str]) -> int:
         prog="nox -s base --", description="Make the operating system of the images from Debian's packages."
     )
     parser.add_argument("--mirror", help="where Debian's packages come from (default: where apt gets them)")
-    parser.add_argument("--out", type=Path, help="folder of the OCI layout (default: where `nox -s image` looks)")
+    parser.add_argument("--out", help="folder of the OCI layout (default: where `nox -s image` looks)")
     options = parser.parse_args(list(argv))
-    made = make(options.mirror, out=options.out.absolute() if options.out else None)
+    if options.out == "":  # as of a variable that is not set; as a path, it would be the current folder
+        raise Failure(Exit.USAGE, "`--out` is empty", hint="name the folder of the OCI layout, or leave `--out` out")
+    made = make(options.mirror, out=Path(options.out).absolute() if options.out else None)
     size = sum(layer["size"] for layer in oci.Layout(made.layout).image(architecture()).layers)
     count = len((made.layout / "packages.txt").read_text().splitlines())
     say(f"{count} packages, {size / 1e6:.0f} MB compressed")
