@@ -48,21 +48,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("image", metavar="IMAGE", help="an image of the engine: what `nox -s pull` fetched")
     parser.add_argument("out", metavar="OUT.tar.zst", type=Path, help="the archive")
     options = parser.parse_args(argv)
+    if options.out.is_dir():
+        raise Failure(Exit.USAGE, f"{options.out} is a folder", hint="name the archive in it: `OUT.tar.zst`")
     if shutil.which("zstd") is None:
         raise Failure(Exit.HOST, "there is no `zstd` on the PATH", hint="`apt install zstd` brings it")
     with terminable():
         remote.require_engine()
         config, number = inspected(options.image)
         say(f"writing {options.out}")
-        with created(options.image) as container, written(options.out) as compressed:
-            exported = subprocess.Popen(["docker", "export", container], stdout=subprocess.PIPE)
-            assert exported.stdout is not None
-            try:
-                copy(exported.stdout, compressed, config, number)
-            finally:
-                exported.stdout.close()
-                exported.kill()
-                exported.wait()
+        with (
+            created(options.image) as container,
+            written(options.out) as compressed,
+            exported(container) as root,
+        ):
+            copy(root, compressed, config, number)
     with options.out.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     print(f"{options.out}: {options.out.stat().st_size:,} bytes, sha256 {digest}")
@@ -176,6 +175,31 @@ def created(image: str) -> Iterator[str]:
     finally:
         with contextlib.suppress(Failure):
             remote.docker("rm", "--force", container)
+
+
+@contextlib.contextmanager
+def exported(container: str) -> Iterator[IO[bytes]]:
+    """What the engine exports of a container, as it comes; whole, when the block ends well.
+
+    Raises:
+        Failure: Exit.INPUT, when the engine has not said that it was all.
+    """
+    process = subprocess.Popen(["docker", "export", container], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield process.stdout
+        while process.stdout.read(1 << 16):  # what pads the archive; the engine would fail of nobody's reading it
+            pass
+        if process.wait() != 0:  # an archive that was cut between two members, or in a header, reads as a shorter one
+            raise Failure(
+                Exit.INPUT,
+                f"the engine's export of the image ends early: `docker export` ended with exit code "
+                f"{process.returncode}; its words are above",
+            )
+    finally:
+        process.stdout.close()
+        process.kill()
+        process.wait()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import tarfile
 from pathlib import Path
@@ -120,3 +121,61 @@ def test_an_archive_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         pipe.write(b"content")
     assert caught.value.code == Exit.STORAGE
     assert [path.name for path in tmp_path.iterdir()] == ["out.tar.zst"]
+
+
+DOCKER = """\
+#!/bin/sh
+case "$1 $2" in
+    "image inspect") cat "$HERE/inspected" ;;
+    "create "*) echo box ;;
+    "export box") cat "$HERE/exported"; exit "$(cat "$HERE/code")" ;;
+esac
+"""
+ZSTD = """\
+#!/bin/sh
+for out; do :; done
+exec cat >"$out"
+"""
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of what an engine says: its export and the exit code of that."""
+    made = tmp_path / "bin"
+    made.mkdir()
+    for name, program in (("docker", DOCKER), ("zstd", ZSTD)):
+        (made / name).write_text(program)
+        (made / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{made}:/usr/bin:/bin")
+    monkeypatch.setenv("HERE", str(tmp_path))
+    (tmp_path / "inspected").write_text(json.dumps([{"Config": CONFIG, "Id": "sha256:123"}]))
+    return tmp_path
+
+
+WHOLE = exported(*((name, name.encode() * 2000) for name in "abc")).getvalue()
+
+
+@pytest.mark.parametrize("length", [2560, 2860, len(WHOLE)], ids=["between-members", "in-a-header", "at-the-end"])
+def test_an_export_that_the_engine_did_not_finish_makes_no_archive(host: Path, length: int) -> None:
+    (host / "exported").write_bytes(WHOLE[:length])
+    (host / "code").write_text("1")
+    before = {*host.iterdir()}
+    with pytest.raises(Failure, match=r"export of the image ends early: .* exit code 1") as caught:
+        rootfs.main(["image", str(host / "out")])
+    assert caught.value.code == Exit.INPUT
+    assert {*host.iterdir()} == before
+
+
+def test_an_export_that_is_padded_like_a_tape_is_read_to_its_end(host: Path) -> None:
+    (host / "exported").write_bytes(WHOLE + bytes(1 << 20))
+    (host / "code").write_text("0")
+    assert rootfs.main(["image", str(host / "out")]) == Exit.DONE
+    with tarfile.open(host / "out") as made:
+        assert made.getnames()[:3] == ["a", "b", "c"]
+
+
+def test_a_folder_in_the_archive_s_place_is_refused_before_anything_is_exported(host: Path) -> None:
+    (host / "out").mkdir()
+    with pytest.raises(Failure, match="is a folder") as caught:
+        rootfs.main(["image", str(host / "out")])
+    assert caught.value.code == Exit.USAGE
