@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from operators import check, checkers
 
-from env import variants
+from env import entry, variants
 from env.errors import Exit
 from env.variants import ROOT
 
@@ -89,6 +89,19 @@ def test_compose_runs_without_root_network_capabilities_or_a_writable_image(chec
     assert file["services"]["train"]["shm_size"] == "64m"
 
 
+def test_bake_itself_takes_the_base_and_the_packing_that_the_documentation_tells_it() -> None:
+    if subprocess.run(["docker", "buildx", "version"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("buildx is not installed")
+    text = (ROOT / "docs" / "images.md").read_text()
+    found = re.search(r"^\$ (docker buildx bake (?:.*\\\n)*.*)$", text, re.MULTILINE)
+    assert found is not None
+    done = subprocess.run(["bash", "-c", f"{found[1]} --print"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (target,) = json.loads(done.stdout)["target"].values()
+    assert target["contexts"] == {"base": "oci-layout://…@sha256:…"}
+    assert "compression=zstd" in json.dumps(target["output"])
+
+
 # ---------------------------------------------------------------------------------------------------------- kubernetes
 
 
@@ -132,6 +145,26 @@ def test_the_kubernetes_job_gives_up_at_once_on_what_another_try_would_not_mend(
 # --------------------------------------------------------------------------------------------------------------- slurm
 
 
+# Each task gets its number; what runs on every node runs once here. In a container, the image's programs are stand-ins,
+# too; with the image's entrypoint, which begins with tini, pyxis would wait for ever.
+SRUN = """\
+echo "srun $*" >>"$CALLS"
+options=" "
+while [[ $1 == -* ]]; do options+="$1 "; shift; done
+if [[ $options == *" --container-image="* ]]; then
+    [[ $options == *" --no-container-entrypoint "* && $options != *" --container-entrypoint "* ]] || exit 9
+    set -- "${@//\\/opt\\/dflash\\/docker\\/}"
+fi
+SLURM_NODEID=1 exec "$@\""""
+
+# What enroot's importer takes as an engine's image, and no image that the engine was not told of by this name.
+ENROOT = """\
+echo "enroot $*" >>"$CALLS"
+[[ ${!#} =~ ^dockerd://([[:alnum:]/._:-]+)$ ]] || { echo "Invalid image reference: ${!#}" >&2; exit 1; }
+grep -q "^docker tag .* ${BASH_REMATCH[1]}$" "$CALLS"
+"""
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
     """Slurm's programs and a container's, as scripts that write down how they were called."""
@@ -139,13 +172,16 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     made.mkdir()
     programs = {
         "scontrol": "seq -f node%g 7 20000",  # more than a pipe holds: who stops reading after the first would end it
-        # each task gets its number; what runs on every node runs once here
-        "srun": 'echo "srun $*" >>"$CALLS"; while [ "${1#-}" != "$1" ]; do shift; done; SLURM_NODEID=1 exec "$@"',
+        "srun": SRUN,
         "apptainer": 'echo "apptainer $*" >>"$CALLS"',
-        "nox": 'echo "nox $*; $PET_NNODES $PET_NODE_RANK $PET_RDZV_ENDPOINT $PET_RDZV_ID" >>"$CALLS"',
+        "entrypoint": 'echo "entrypoint $*" >>"$CALLS"; exec "$@"',
+        "nox": 'echo "nox $*; ${PET_NNODES-} ${PET_NODE_RANK-} ${PET_RDZV_ENDPOINT-} ${PET_RDZV_ID-}" >>"$CALLS"',
+        "docker": 'echo "docker $*" >>"$CALLS"',
+        "enroot": ENROOT,
+        "sbatch": 'echo "sbatch $DFLASH_IMAGE $*" >>"$CALLS"',
     }
     for name, text in programs.items():
-        (made / name).write_text(f"#!/bin/sh\n{text}\n")
+        (made / name).write_text(f"#!/bin/bash\nset -eu\n{text}\n")
         (made / name).chmod(0o755)
     return {
         "PATH": f"{made}:{os.environ['PATH']}",
@@ -173,6 +209,9 @@ def test_the_pyxis_script_starts_one_task_a_node_with_torchrun_s_variables(clust
     assert "--container-image=/shared/dflash " in start
     assert f"--container-mounts={cluster['DFLASH_RUNS']}:/opt/dflash/runs,{cluster['DFLASH_CACHE']}:/cache" in start
     assert "nox -s train -- --config qwen3-8b --topology 10:6; 2 1 node7:29400 4711" in calls
+    (entered,) = [call.split()[1:] for call in calls if call.startswith("entrypoint ")]
+    assert entry.guarded(entered)  # so that a host that does not fit is refused
+    assert os.access(DOCKER / "entrypoint", os.X_OK)
     assert not Path(cluster["DFLASH_CACHE"]).exists()
 
 
@@ -182,6 +221,19 @@ def test_the_apptainer_script_starts_one_task_a_node_with_torchrun_s_variables(c
     assert "--env PET_NNODES=2,PET_RDZV_ID=4711,PET_RDZV_ENDPOINT=node7:29400,HF_HUB_OFFLINE=1,PET_NODE_RANK=1" in run
     assert run.endswith("/shared/dflash nox -s train -- --config qwen3-8b --topology 10:6")
     assert "--containall" in run
+
+
+@pytest.mark.parametrize("script", ["pyxis.sbatch", "apptainer.sbatch"])
+def test_what_a_batch_script_says_to_do_before_goes_through(script: str, cluster: dict[str, str]) -> None:
+    lines = (DOCKER / "slurm" / script).read_text().splitlines()
+    told = "\n".join(line[4:] for line in lines if line.startswith("#   "))
+    done = subprocess.run(["bash", "-euc", told], env=cluster, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    calls = Path(cluster["CALLS"]).read_text().splitlines()
+    assert calls[0].startswith("nox -s pull -- registry.example/team/dflash@sha256:... --key cosign.pub;")
+    made = "dflash.sqsh" if script.startswith("pyxis") else "dflash.sif"
+    assert made in calls[-2]
+    assert calls[-1].startswith(f"sbatch /shared/{made} --nodes 2 docker/slurm/{script} --config ")
 
 
 @pytest.mark.parametrize("script", ["pyxis.sbatch", "apptainer.sbatch"])
@@ -240,7 +292,12 @@ def test_the_workflow_serves_every_variant_and_calls_sessions_that_there_are(che
     assert sessions <= there
 
 
-def test_secrets_reach_the_one_step_that_pushes(checkers: Path) -> None:
+def test_secrets_reach_the_steps_that_talk_to_the_registry_and_the_key_the_one_that_signs(checkers: Path) -> None:
     (file,) = yaml(checkers, WORKFLOW)
-    holders = [step.get("name") for step in file["jobs"]["image"]["steps"] if "secrets." in json.dumps(step)]
-    assert holders == ["Push and sign"]
+    steps = {step["name"]: json.dumps(step) for step in file["jobs"]["image"]["steps"] if "name" in step}
+    talking = [name for name, text in steps.items() if re.search(r"-s (push|pull) |--inspect ", text)]
+    assert talking == ["Push and sign", "Pull it as a node would"]
+    assert [name for name, text in steps.items() if "secrets." in text] == talking
+    assert [name for name, text in steps.items() if "secrets.COSIGN" in text] == talking[:1]
+    for name in talking:  # where reading needs a login, too
+        assert steps[name].index("docker logout") < steps[name].index("docker login") < steps[name].index("noxfile.py")
