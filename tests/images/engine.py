@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -207,12 +208,15 @@ def loopback_registry() -> Iterator[str]:
 
 
 def _require() -> None:
-    """Skip with the reason where there can be no engine; fail where CI says that there must be one."""
-    reason = missing()
-    if reason and os.environ.get(REQUIRED) == "required":
-        pytest.fail(f"no container engine can be run here: {reason}", pytrace=False)
-    if reason:
-        pytest.skip(f"no container engine can be run here: {reason}")
+    if missing():
+        give_up(f"no container engine can be run here: {missing()}")
+
+
+def give_up(reason: str) -> NoReturn:
+    """Skip a test that this machine cannot run, with the reason; fail where CI says that it must be run."""
+    if os.environ.get(REQUIRED) == "required":
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
 
 
 def pytest_configure(config: pytest.Config) -> None:
