@@ -18,7 +18,7 @@ import typer
 from dflash import cli_bench, cli_data, shortage
 from dflash.stopping import Stopped, tell
 from env.cache import fitting
-from env.errors import Exit, Failure, full_output, report
+from env.errors import Exit, Failure, full_output, nobody_reads, report
 
 EXAMPLES = """
 Examples:
@@ -55,6 +55,9 @@ LARGEST_SEED = 2**63 - 1
 PATHS = ("--run", "--text", "--data", "--features", "--out", "--key", "--timeline")
 """Options that name a place. An empty one would be the folder where the user stands, with a run spread out in it."""
 
+OF_WORKERS = ("max_restarts", "node_rank", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr")
+"""Options that mean nothing to a run of one worker."""
+
 
 class Launcher(StrEnum):
     """What a worker is."""
@@ -76,6 +79,7 @@ app.command(epilog=cli_bench.EXAMPLES)(cli_bench.bench)
 
 @app.command(epilog=EXAMPLES)
 def train(
+    context: typer.Context,
     config: Annotated[str, typer.Option(help="Preset (tiny, qwen3-4b, qwen3-8b) or a TOML file.")] = "tiny",
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of everything that is drawn.")] = 0,
     run: Annotated[
@@ -142,6 +146,10 @@ def train(
     """Train a drafter for a target, decode with it speculatively, and export it."""
     from dflash import config as configs
 
+    if topology is None:
+        _require_no(OF_WORKERS, context, "only heeded with a `--topology`", "as in `--topology 5:3`")
+    if data is None:
+        _require_no(("faulty",), context, "about the lines of a `--data`", "as in `--data chats.jsonl`")
     settings = configs.load(config)
     from dflash.pipeline import RUNS, Request, follow
 
@@ -177,6 +185,13 @@ def train(
             faulty=faulty,
         )
     )
+
+
+def _require_no(names: Sequence[str], context: typer.Context, why: str, hint: str) -> None:
+    """Refuse options that would do nothing; a job system may set their variables (`PET_…`) for every process."""
+    for name in names:
+        if str(getattr(context.get_parameter_source(name), "name", "")) == "COMMANDLINE":
+            raise Failure(Exit.USAGE, f"`--{name.replace('_', '-')}` is {why}", hint=hint)
 
 
 VERIFY_EXAMPLES = """
@@ -238,6 +253,8 @@ def main(argv: Sequence[str]) -> int:
         return tell(stopped.code, stopped.where)
     except USAGE_ERRORS as error:
         return _misused(error, argv)
+    except SystemExit as ended:
+        return _cut_off(ended)
     except (typer.Abort, KeyboardInterrupt):
         return int(Exit.INTERRUPTED)
     except Exception as error:
@@ -248,6 +265,16 @@ def main(argv: Sequence[str]) -> int:
     if (refused := full_output()) is not None:
         return report(refused)
     return int(code or 0)
+
+
+def _cut_off(ended: SystemExit) -> int:
+    """What click's end with 1, without a word, for any pipe that broke, comes to; other ends are as they were."""
+    broken = ended.__context__
+    if not isinstance(broken, BrokenPipeError):
+        raise ended
+    if not nobody_reads():
+        raise broken from None
+    return int(Exit.DONE)
 
 
 def _require_names(argv: Sequence[str]) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
-import select
 import sys
 from collections.abc import Sequence
 
-from env.errors import Exit, Failure, full_output, report, speak_anywhere
+from env.errors import Exit, Failure, full_output, nobody_reads, report, speak_anywhere
 
 COMMANDS = {
     "launch": "env.launch:main",
@@ -52,20 +50,12 @@ def main(argv: Sequence[str]) -> int:
         return int(Exit.INTERRUPTED)
     except OSError as error:
         # one without a file's name may be that of what was printed
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would complain again at its end
+        if isinstance(error, BrokenPipeError) and nobody_reads():
             return int(Exit.DONE)
         if error.filename is None and (refused := full_output(b"\n")) is not None:
             return report(refused)
         raise
     return code
-
-
-def _nobody_reads() -> bool:
-    """Whether standard output is a pipe whose reader has seen enough, as `head` does."""
-    output = select.poll()
-    output.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import select
 import sys
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
@@ -103,6 +104,16 @@ def full_output(probe: bytes = b"") -> Failure | None:
         said = f"cannot write to standard output: {error.strerror}"
         return Failure(Exit.STORAGE, said, hint="what is on the disk is whole; the same command says it again")
     return None
+
+
+def nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader has seen enough, as `head` does; then nothing more goes there."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would complain again at its end
+    return True
 
 
 def visible(text: str) -> str:

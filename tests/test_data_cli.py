@@ -245,6 +245,9 @@ def test_a_training_on_kept_features_ends_with_the_bytes_of_one_whose_target_com
         (["--data", "none.jsonl"], Exit.INPUT, "the data `none.jsonl` does not exist"),
         (["--features", "caches"], Exit.INPUT, "`caches` holds no features"),
         (["--features", "kept", "--topology", "1:1", "--run", "x"], Exit.USAGE, "leave nothing to do for 1 targets"),
+        (["--text", "micro.toml", "--faulty", "0.5"], Exit.USAGE, "`--faulty` is about the lines of a `--data`"),
+        (["--max-restarts=1"], Exit.USAGE, "`--max-restarts` is only heeded with a `--topology`"),
+        (["--rdzv-endpoint", "node0:1"], Exit.USAGE, "`--rdzv-endpoint` is only heeded with a `--topology`"),
     ],
 )
 def test_a_training_that_cannot_be_is_one_sentence(
@@ -255,6 +258,15 @@ def test_a_training_that_cannot_be_is_one_sentence(
     _, err = capsys.readouterr()
     assert err.count("error:") == 1
     assert sentence in err
+
+
+def test_a_job_system_may_set_variables_for_a_run_of_one_worker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PET_MAX_RESTARTS", "1")
+    monkeypatch.setenv("PET_NODE_RANK", "0")
+    assert cli.main(["train", "--config", "micro.toml", "--target", "target", "--data", "none.jsonl"]) == Exit.INPUT
+    assert "the data `none.jsonl` does not exist" in capsys.readouterr().err
 
 
 def test_workers_find_rows_and_features_on_the_disk(place: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -43,6 +44,36 @@ def test_a_full_standard_output_is_named() -> None:
     assert done.returncode == Exit.STORAGE
     assert done.stderr.startswith("error: cannot write to standard output: No space left on device\n")
     assert "Exception ignored" not in done.stderr
+
+
+def test_a_list_of_which_the_first_line_is_enough_ends_well() -> None:
+    """As `... | head -1`, which has gone before the rest is written; click would end with 1 without a word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash", "bench", "--list"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (Exit.DONE, "")
+
+
+def test_another_pipe_that_breaks_is_no_silent_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash import cli, config
+
+    def broken(_: str) -> None:
+        raise BrokenPipeError(errno.EPIPE, "a worker's")
+
+    monkeypatch.setattr(config, "load", broken)
+    with monkeypatch.context() as streams:  # click puts its own in their place
+        streams.setattr(sys, "stdout", sys.__stdout__)
+        streams.setattr(sys, "stderr", sys.__stderr__)
+        with pytest.raises(BrokenPipeError, match="a worker's"):
+            cli.main(["train"])
 
 
 def test_an_error_that_nobody_hears_keeps_its_exit_code() -> None:
