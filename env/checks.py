@@ -12,7 +12,7 @@ from typing import NoReturn
 from env import bootstrap, environment, variants
 from env.building import say
 from env.errors import Exit, Failure
-from env.launch import take
+from env.launch import Options, take
 from env.variants import ROOT
 
 EVERY = "--all-variants"
@@ -20,7 +20,7 @@ EVERY = "--all-variants"
 
 def tests(argv: Sequence[str]) -> int:
     """Run pytest in a variant's environment, or in each; what is not ours goes to pytest."""
-    options, arguments = take([word for word in argv if word != EVERY])
+    options, arguments = _take([word for word in argv if word != EVERY])
     matrix = variants.load()
     if EVERY in argv and options.variant is not None:
         raise Failure(Exit.USAGE, f"`{EVERY}` and `--variant {options.variant}` exclude each other")
@@ -45,7 +45,9 @@ def tests(argv: Sequence[str]) -> int:
 
 def lint(argv: Sequence[str]) -> int:
     """Check style and format with ruff; `--fix` mends what can be mended."""
-    options, arguments = take(argv)
+    options, arguments = _take(argv)
+    if options.variant is not None:
+        say(f"style and format need no torch, so `--variant {options.variant}` changes nothing here")
     python = environment.ensure(None, ["dev"], options.python)  # ruff needs no torch
     shape = [word for word in arguments if not word.startswith("-")] or ["."]
     checked = _call(python, "ruff", ["check", *arguments])
@@ -55,9 +57,19 @@ def lint(argv: Sequence[str]) -> int:
 
 def typecheck(argv: Sequence[str]) -> int:
     """Check types with mypy, where torch and all the others are."""
-    options, arguments = take(argv)
+    options, arguments = _take(argv)
     variant = variants.load().variant(options.variant)
     _become(environment.ensure(variant.name, ["dev"], options.python), "mypy", arguments)
+
+
+def _take(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """As `launch.take`, without what only a launch heeds: an environment of ours follows its locks unasked."""
+    options, arguments = take(argv)
+    for name, given in (("--repair", options.repair), ("--allow-drift", options.allow_drift)):
+        if given:
+            said = f"`{name}` is of the environment that trains; that of the checks follows its locks by itself"
+            raise Failure(Exit.USAGE, said, hint="leave it out; `nox -s train` heeds it")
+    return options, arguments
 
 
 def _become(python: Path, module: str, arguments: Sequence[str]) -> NoReturn:

@@ -71,6 +71,17 @@ def test_lint_mends_what_it_can_when_asked(clone: Clone) -> None:
     ]
 
 
+def test_an_option_that_would_do_nothing_is_refused_or_said(clone: Clone) -> None:
+    for session in ("tests", "lint", "typecheck"):
+        for option in ("--repair", "--allow-drift"):
+            done = clone.env(session, option)
+            assert (done.returncode, done.stdout) == (Exit.USAGE, "")
+            assert done.stderr.startswith(f"error: `{option}` is of the environment that trains; ")
+    done = clone.env("lint", "--variant", "cu128")
+    assert done.returncode == 0
+    assert "style and format need no torch, so `--variant cu128` changes nothing here" in done.stderr
+
+
 def test_types_are_checked_where_torch_is(clone: Clone) -> None:
     done = clone.env("typecheck", "env", MYPY_CODE="2")
     assert done.stdout == f"{name(clone, 'cu130')}-dev mypy env\n"

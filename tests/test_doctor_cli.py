@@ -82,6 +82,7 @@ def test_the_same_host_with_the_variant_that_fits_exits_with_0() -> None:
         (["--var", "cu130"], "unrecognized arguments"),
         (["--only", "nothing"], "invalid choice"),
         (["--compare", "/nonexistent/a"], "RUN_B"),
+        (["--full", "--compare", "/nonexistent/a", "/nonexistent/b"], "unrecognized arguments: --full"),
     ],
 )
 def test_a_wrong_command_line_exits_with_2_and_one_sentence(arguments: list[str], words: str) -> None:
@@ -271,8 +272,8 @@ def test_compare_is_handed_to_the_record_with_its_arguments(monkeypatch: pytest.
 
     monkeypatch.setattr(record, "main", answer)
     assert cli.main(["--compare", "a", "b", "--json"]) == 0
-    assert cli.main(["--variant", "cu130", "--compare", "a", "b"]) == 0
-    assert asked == [["a", "b", "--json"], ["a", "b"]]
+    assert cli.main(["--json", "--compare", "a", "b"]) == 0
+    assert asked == [["a", "b", "--json"], ["--json", "a", "b"]]
 
 
 def asked_of(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +295,7 @@ def test_what_needs_torch_is_put_to_the_training_environments_python(
         (["--variant", "cu132", "--compile", "--json", "--no-cure"], "-P -m dflash.diagnose --no-cure --json"),
         (["--gpu-row"], "-P -m env.gpus 0"),
         (["--gpu-row", "3", "--variant", "cu128", "--json"], "-P -m env.gpus 3 --json"),
+        (["--json", "--gpu-row=5"], "-P -m env.gpus 5 --json"),
     ):
         assert cli.main(arguments) == Exit.HOST, "its exit code is ours"
         said = capfd.readouterr()

@@ -28,6 +28,7 @@ def this() -> Host:
     patch = pytest.MonkeyPatch()
     with patch.context() as patched:
         patched.setattr(environment, "find", lambda variant: Environment())
+        patched.setenv("CXX", "/nowhere/g++")
         return gather(load().variant())
 
 
@@ -37,6 +38,11 @@ def test_this_machine_gives_every_group_of_facts_and_no_trouble(this: Host) -> N
         if field.name not in ("trouble", "origin"):
             assert getattr(this, field.name) is not None, field.name
     assert {folder.role for folder in this.folders} >= {"kernels", "temporary", "project", "runs", "shm"}
+
+
+def test_the_compiler_that_is_judged_is_the_one_that_a_launch_leaves(this: Host) -> None:
+    assert this.compilers is not None
+    assert (this.compilers.cxx.command, this.compilers.cxx.named_by) == ("g++", None), "not CXX, which it takes away"
 
 
 def test_facts_survive_being_recorded(this: Host) -> None:

@@ -46,11 +46,10 @@ exit codes: 0 nothing worse than a warning, 2 wrong command line or configuratio
 def main(argv: list[str]) -> int:
     """Examine a host and print the report; the exit code by the worst finding. Failures are reported, never raised."""
     try:
-        if argv and argv[0] in ELSEWHERE:
-            return _elsewhere(argv[0])(argv[1:])
-        for question in ("--compile", "--gpu-row"):  # wherever they stand: `doctor --variant cu132 --compile`
-            if question in argv:
-                return _elsewhere(question)([word for word in argv if word != question])
+        words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--gpu-row=") else [word])]
+        for question in ELSEWHERE:  # wherever it stands: `doctor --variant cu132 --compile`
+            if question in words:
+                return _elsewhere(question)([word for word in words if word != question])
         return _doctor(_parser().parse_args(argv))
     except Failure as failure:
         return report(failure)
@@ -94,8 +93,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(asked: argparse.Namespace) -> int:
-    if asked.compare is not None:  # not the first argument: still the same question
-        return _elsewhere("--compare")(asked.compare)
     matrix = load()
     variant = matrix.variant(asked.variant)
     # An image's stage may hold env alone; without presets the host is judged for no configuration.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from env.cache import pins
 from env.doctor.facts import compilers, container, environment, folders, machine, nvidia
 from env.doctor.facts.probing import together
 from env.errors import Failure
@@ -77,7 +78,8 @@ def gather(
             "system": machine.system,
             "nvidia": lambda: nvidia.look(environ=environ),
             "containers": lambda: container.look(environ=environ),
-            "compilers": lambda: compilers.look(environment.include_of(found), environ),
+            # with the variables that a launch leaves: it takes `CXX` away where there is a g++
+            "compilers": lambda: compilers.look(environment.include_of(found), pins.pinned(environ)[0]),
             "drift": lambda: _gate(variant, found) if hashes else found,
             "folders": lambda: look_at_folders(places, mounts),
             "memory": lambda: machine.memory(mounts=mounts),
