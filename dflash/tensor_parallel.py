@@ -113,7 +113,7 @@ def split(model: PreTrainedModel, name: str) -> PreTrainedModel:
         Failure: Exit.USAGE, when there is no process group; Exit.INPUT, when transformers cannot split this model.
     """
     if not dist.is_initialized():
-        hint = "`nox -s data -- features --split 2` starts two"
+        hint = "with `--split 2`, `nox -s data -- features` starts two"
         raise Failure(Exit.USAGE, f"the target `{name}` is to be split over processes, but there is one", hint=hint)
     size = dist.get_world_size()
     ragged = uneven(model.config, size)

@@ -57,7 +57,7 @@ class Advisory:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`nox -s audit -- [--lock NAME] [--ignore ID] [--feed URL]`."""
+    """`nox -s audit -- [--lock cu130] [--ignore ID] [--feed URL]`."""
     locks = [path.stem for path in sorted((ROOT / "requirements").glob("*.txt"))]
     parser = argparse.ArgumentParser(prog="nox -s audit --", description="Look for known vulnerabilities in the locks.")
     parser.add_argument("--lock", action="append", choices=locks, help="only this lock; repeatable")

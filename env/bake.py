@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import threading
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from env import bakers, environment, gpus, variants
+from env import bakers, bootstrap, environment, gpus, launch, variants
 from env.cache import examine, manifest, places, seal, sign
 from env.cache.canonical import digest
 from env.cache.manifest import Manifest
@@ -311,6 +312,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--devices", type=_indices, default=(0,), help="indices of the cards in one process, as in 5,6,7")
     made.add_argument("--variant", help=f"torch and CUDA to bake for ({variants.UNLESS_GIVEN})")
     made.add_argument("--python", help="Python that will train, as in 3.12; its version is in every key")
+    made.add_argument("--repair", action="store_true", help="make the environment anew from its lock first")
     made.add_argument("--interpreter", type=Path, help="bake with this environment's Python instead of the locked one")
     made.add_argument("--out", type=Path, help="folder for sealed caches (default: the user's cache folder)")
     made.add_argument("--key", type=Path, help="a private SSH key that signs what is sealed")
@@ -343,6 +345,9 @@ def main(argv: Sequence[str]) -> int:
         return int(Exit.DONE)
     if not options.config:
         raise Failure(Exit.USAGE, "no configuration is given", hint="`--config qwen3-8b`, for example")
+    if options.interpreter and (options.variant or options.python or options.repair):
+        said = "`--interpreter` names the environment, so `--variant`, `--python` and `--repair` have nothing to choose"
+        raise Failure(Exit.USAGE, said, hint="leave them out")
     cards: list[Gpu | None] = [gpus.find(name) for name in dict.fromkeys(options.gpu)] or [None]
     if cards == [None] and options.devices != (0,):
         raise Failure(Exit.USAGE, "`--devices` is given without a card", hint="add `--gpu h200`, for example")
@@ -352,7 +357,7 @@ def main(argv: Sequence[str]) -> int:
         )
     caches = places.cache_home(os.environ).path
     kitchen = Kitchen(
-        python=options.interpreter.absolute() if options.interpreter else _locked(options.variant, options.python),
+        python=options.interpreter.absolute() if options.interpreter else _locked(options, argv),
         home=caches / "baking",
         out=options.out or caches / "sealed",
         key=options.key,
@@ -369,15 +374,22 @@ def main(argv: Sequence[str]) -> int:
         bakers.stop_all()
 
 
-def _locked(variant: str | None, python: str | None) -> Path:
+def _locked(options: argparse.Namespace, argv: Sequence[str]) -> Path:
     """The Python of the locked environment, after a look whether it still is the locked one."""
     from env import drift
 
-    chosen = variants.load().variant(variant)
-    found = environment.ensure(chosen.name, python=python)
+    chosen = variants.load().variant(options.variant)
+    make = environment.repair if options.repair else environment.ensure
+    found = make(chosen.name, python=options.python)
     drifts = drift.compare(found, chosen.lock)
     if drifts:
-        raise drift.failure(drifts, chosen.name, command="nox -s bake")
+        command = f"{os.environ.get(bootstrap.FRONT_DOOR, 'nox')} -s bake"
+        _, words = launch.take(argv)
+        words = [*(["--python", options.python] if options.python else []), *words]
+        refusal = drift.failure(drifts, chosen.name, command=command, options=shlex.join(words))
+        # the last way out of a launch is none here: what is sealed is for others, who have the locked set
+        ways, _, _ = str(refusal.hint).rpartition("; ")
+        raise Failure(refusal.code, refusal.message, details=refusal.details, hint=ways)
     return found
 
 

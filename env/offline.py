@@ -49,7 +49,7 @@ def require_known_versions() -> None:
             Exit.HOST,
             f"baking without a GPU is not known to work with torch {torch.__version__} and Triton {triton.__version__}",
             details=[f"read and tried: {pairs}"],
-            hint="bake on the GPU itself: `nox -s verify -- --bake` runs a real step",
+            hint="bake with the locked environment (no `--interpreter`); a run on the GPU compiles for itself, too",
         )
 
 

@@ -1,4 +1,4 @@
-"""`nox -s pull -- REF@sha256:…`: believe an image first, fetch it then.
+"""`nox -s pull`: believe an image first, fetch it then.
 
 A digest says which bytes; the signature says whose; the labels say for what. All three are judged from a few
 kilobytes, before the first gigabyte moves, and the labels once more from what was fetched.

@@ -1,4 +1,4 @@
-"""`nox -s push -- REF`: an image that this checkout built goes to a registry, signed, with its papers.
+"""`nox -s push`: an image that this checkout built goes to a registry, signed, with its papers.
 
 In this order, so that a push that is stopped leaves nothing that looks whole: the image, its bill of materials, its
 provenance, and the signature last. `nox -s pull` takes nothing without it.

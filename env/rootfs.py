@@ -82,7 +82,7 @@ def inspected(image: str) -> tuple[Mapping[str, Any], str]:
         raise Failure(
             Exit.INPUT,
             f"the container engine has no image {image}",
-            hint="`nox -s pull -- REF@sha256:…` verifies and fetches it",
+            hint="`nox -s pull -- REF@sha256:… --key cosign.pub` verifies and fetches it",
         ) from failure
     return found["Config"], found["Id"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from clones import Clone
 
 from env import bake, bakers, gpus
 from env.bake import Baked, Example, Kitchen, Recipe
@@ -318,6 +320,7 @@ def test_the_command_bakes_a_configuration_for_each_device_of_a_card(tmp_path: P
         (["--config", "tiny", "--gpu", "h200", "--devices", "0,0"], "'0,0' names one twice"),
         ([], "no configuration is given"),
         (["--config", "tiny", "--devices", "1,2"], "`--devices` is given without a card"),
+        (["--config", "tiny", "--repair", "--interpreter", sys.executable], "`--interpreter` names the environment"),
         (["--config", "tinny", "--gpu", "h200", "--interpreter", sys.executable], "did you mean `--config tiny`?"),
     ],
 )
@@ -326,6 +329,20 @@ def test_wrong_commands_are_told_what_would_be_right(tmp_path: Path, arguments: 
     done = command(*arguments, home=tmp_path)
     assert done.returncode == Exit.USAGE
     assert words in done.stderr
+
+
+def test_a_drifted_environment_is_not_baked_with_and_the_command_that_is_named_mends_it(clone: Clone) -> None:
+    asked = ["--config", "my tiny", "--gpu", "h200"]
+    clone.env("bake", *asked)  # makes the environment; there is nothing in the clone that it could bake
+    (planted := clone.site("cu130") / "sitecustomize.py").write_text("")
+    refused = clone.env("bake", *asked, DFLASH_FRONT_DOOR="python3 noxfile.py")
+    assert refused.returncode == Exit.DRIFT
+    hint = refused.stderr.splitlines()[-1]
+    named = "python3 noxfile.py -s bake -- --config 'my tiny' --gpu h200 --repair"
+    assert hint == f"hint: `{named}` installs the locked set"
+    mended = clone.env("bake", *shlex.split(named.partition(" -- ")[2]))
+    assert "is not the locked one" not in mended.stderr
+    assert not planted.exists()
 
 
 def test_help_shows_examples_and_the_list_says_which_rows_were_read_off_a_card(tmp_path: Path) -> None:

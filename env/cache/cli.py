@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -232,7 +233,7 @@ def _list(options: argparse.Namespace) -> int:
     home = places.cache_home().path
     caches = store.stored(home)
     wanted = _present(options, needed=False)
-    rows = [_row(cache, wanted) for cache in caches]
+    rows = [_row(cache, wanted, _identity_words(options)) for cache in caches]
     if options.json:
         print(json.dumps(rows, indent=1, ensure_ascii=False))
         return int(Exit.DONE)
@@ -248,7 +249,13 @@ def _list(options: argparse.Namespace) -> int:
     return int(Exit.DONE)
 
 
-def _row(cache: store.Stored, wanted: store.Identity | None) -> dict[str, Any]:
+def _identity_words(options: argparse.Namespace) -> str:
+    """The options by which this command was told what to compare with, for another command."""
+    told = {f"--{name}": getattr(options, name) for name in ("factors", "config", "device", "variant")}
+    return shlex.join(word for pair in told.items() if pair[1] for word in pair)
+
+
+def _row(cache: store.Stored, wanted: store.Identity | None, told: str) -> dict[str, Any]:
     """A cache as `list` shows it; the reasons why it does not fit, at most three and then their number."""
     identity = cache.identity or {}
     reasons = [f"cannot be used: {cache.problem}"] if cache.problem else []
@@ -257,7 +264,8 @@ def _row(cache: store.Stored, wanted: store.Identity | None) -> dict[str, Any]:
         fits = cache.cache_id == wanted.cache_id
         found = [] if fits else explain.differences(identity, wanted.flat(), variables=store.variables())
         reasons += [difference.sentence() for difference in found[:3]]
-        reasons += [f"and {len(found) - 3} more: `nox -s cache -- explain {cache.path}`"] if len(found) > 3 else []
+        command = f"nox -s cache -- explain {shlex.quote(str(cache.path))} {told}"
+        reasons += [f"and {len(found) - 3} more: `{command}`"] if len(found) > 3 else []
         reasons += ["fits"] if fits else []
     return {
         "kind": cache.kind,
@@ -339,7 +347,8 @@ def _explain(options: argparse.Namespace) -> int:
         caches = [cache for cache in store.stored(places.cache_home().path) if cache.kind == "sealed"]
         near = store.nearest(wanted, caches)
         if near is None:
-            raise Failure(Exit.CACHE, "there is no sealed cache here to compare with", hint="`nox -s bake` makes one")
+            hint = "`nox -s bake -- --config NAME` makes one"
+            raise Failure(Exit.CACHE, "there is no sealed cache here to compare with", hint=hint)
         name, found = str(near[0].path), near[1]
     count = "one factor differs" if len(found) == 1 else f"{len(found)} factors differ"
     print(f"{name}: {count if found else 'it fits, every factor is equal'}")

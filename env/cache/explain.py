@@ -18,12 +18,13 @@ LONG = 60
 """Characters of a value beyond which only what differs in it is shown."""
 
 FAMILIES: tuple[tuple[str, str], ...] = (
-    ("graph_id", "sizes, shapes or the code that defines the graphs differ: bake these (`nox -s bake`)"),
-    ("gpu_id", "it is for another GPU: bake for this one (`nox -s bake -- --gpu …`)"),
-    ("gpu.", "it is for another GPU: bake for this one (`nox -s bake -- --gpu …`)"),
-    ("system.gpu", "it is for another GPU: bake for this one (`nox -s bake -- --gpu …`)"),
-    ("device.index", "let the process see one GPU (`CUDA_VISIBLE_DEVICES=…`), or `nox -s bake -- --devices …`"),
-    ("device.type", "bake for this kind of device (`nox -s bake`)"),
+    ("graph_id", "sizes, shapes or the code of the graphs differ: `nox -s bake -- --config NAME` bakes these"),
+    ("gpu_id", "it is for another GPU: bake for this one (`nox -s bake -- --config NAME --gpu …`)"),
+    ("gpu.", "it is for another GPU: bake for this one (`nox -s bake -- --config NAME --gpu …`)"),
+    ("system.gpu", "it is for another GPU: bake for this one (`nox -s bake -- --config NAME --gpu …`)"),
+    ("device.index",
+     "let the process see one GPU (`CUDA_VISIBLE_DEVICES=…`), or `nox -s bake -- --config NAME --gpu … --devices …`"),
+    ("device.type", "bake for this kind of device (`nox -s bake -- --config NAME`)"),
     ("python.", "run the Python that baked it (`nox -s train -- --python …`), or bake with this one"),
     ("torch.version", "another torch is installed: `nox -s train -- --repair` brings the locked one"),
     ("torch.git", "another torch is installed: `nox -s train -- --repair` brings the locked one"),
@@ -37,9 +38,9 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("triton.env.", "`unset {variable}`"),
     ("triton.", "another Triton is installed: `nox -s train -- --repair` brings the locked one"),
     ("system.cuda", "torch is built for another CUDA: choose the variant (`nox -s train -- --variant …`)"),
-    ("cpu.threads", "set `OMP_NUM_THREADS` to the sealed number, or bake here (`nox -s bake`)"),
-    ("cpu.command", "compiler, flags or folders differ, which CPU kernels depend on: bake here (`nox -s bake`)"),
-    ("cpu.", "kernels for the CPU are for one instruction set and compiler: bake here (`nox -s bake`)"),
+    ("cpu.threads", "set `OMP_NUM_THREADS` to the sealed number, or bake here (`nox -s bake -- --config NAME`)"),
+    ("cpu.command", "compiler, flags or folders of CPU kernels differ: bake here (`nox -s bake -- --config NAME`)"),
+    ("cpu.", "CPU kernels are for one instruction set and compiler: bake here (`nox -s bake -- --config NAME`)"),
 )  # fmt: skip
 """What mends a difference: the first entry that the factor's name begins with."""
 

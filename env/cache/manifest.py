@@ -177,7 +177,7 @@ def _refused(message: str, details: list[str] | None = None) -> Failure:
         Exit.CACHE,
         message,
         details=details or (),
-        hint="this cache is not used; get it again from where it was sealed, or bake it (`nox -s bake`)",
+        hint="it is not used; get it again from where it was sealed, or `nox -s bake -- --config NAME` makes one",
     )
 
 

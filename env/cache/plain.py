@@ -16,7 +16,7 @@ def refused(path: Path, problem: str) -> Failure:
     return Failure(
         Exit.CACHE,
         f"{path} {problem}",
-        hint="this cache is not used; get it again from where it was sealed, or bake it (`nox -s bake`)",
+        hint="it is not used; get it again from where it was sealed, or `nox -s bake -- --config NAME` makes one",
     )
 
 

@@ -34,7 +34,10 @@ FACTORS = "dflash-factors.json"
 
 KINDS = ("sealed", "seeded", "cold")
 
-NONE_BAKED = "there is no baked cache here, so this run compiles for itself: `nox -s bake` makes one"
+NONE_BAKED = (
+    "there is no baked cache here, so this run compiles for itself: "
+    "`nox -s bake -- --config NAME [--gpu CARD]` makes one"
+)
 
 EARLIER = "there is no baked cache here, but kernels of an earlier run: what is missing of them is compiled"
 
@@ -243,7 +246,8 @@ def why_cold(wanted: Identity, sealed: Sequence[Stored], *, environ: Mapping[str
     cache, reasons = found
     lines = [f"no baked cache fits, so this run compiles for itself; nearest is {cache.path.name[:16]}:"]
     lines += [f"  {difference.sentence()}" for difference in reasons[:6]]
-    return lines + ([f"  and {len(reasons) - 6} more: `nox -s cache -- explain`"] if len(reasons) > 6 else [])
+    more = f"  and {len(reasons) - 6} more: `nox -s cache -- explain --config NAME`"
+    return lines + ([more] if len(reasons) > 6 else [])
 
 
 def nearest(
@@ -337,7 +341,7 @@ def read_identity(data: bytes) -> Identity:
         raise Failure(
             Exit.USAGE,
             f"this is no identity of a cache: {type(error).__name__}: {error}",
-            hint="`nox -s cache -- factors` prints one",
+            hint="`nox -s cache -- factors --config NAME` prints one",
         ) from error
 
 

@@ -58,7 +58,7 @@ class Verdict:
             Exit.CACHE,
             f"the cache {place} does not hold what it promises here ({self.sentence()})",
             details=[*self.problems, *(line for reason in why for line in reason.splitlines())],
-            hint="mend what is named above, or bake for this environment (`nox -s bake`)",
+            hint="mend what is named above, or bake for this environment (`nox -s bake -- --config NAME`)",
         )
 
 

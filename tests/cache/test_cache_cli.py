@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,18 @@ def test_explain_names_the_difference_and_its_exit_code_says_whether_there_is_on
     assert "it fits, every factor is equal" in capsys.readouterr().out
     assert main(["explain", "--factors", wanted(home, python__minor="3.12")]) == Exit.CACHE
     assert "python.minor: sealed `3.11`, here `3.12`" in capsys.readouterr().out
+
+
+def test_a_list_that_leaves_reasons_out_names_the_command_that_tells_them(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_sealed(home)
+    other = {f"inductor__of_another_torch_{number}": number for number in range(5)}
+    assert main(["list", "--factors", wanted(home, **other)]) == Exit.DONE
+    (more,) = (line.strip() for line in capsys.readouterr().out.splitlines() if "more: " in line)
+    assert more.startswith("and 2 more: `nox -s cache -- explain ")
+    assert main(shlex.split(more.strip("`").partition(" -- ")[2])) == Exit.CACHE
+    assert "5 factors differ" in capsys.readouterr().out
 
 
 def test_explain_needs_something_to_compare_with(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

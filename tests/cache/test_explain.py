@@ -33,7 +33,7 @@ BASE: dict[str, Any] = {
 
 CASES: dict[str, tuple[Any, str, str]] = {
     # the factor: its other value, what is shown of both, what mends it
-    "graph_id": ("h" * 64, "h" * 64, "nox -s bake"),
+    "graph_id": ("h" * 64, "h" * 64, "nox -s bake -- --config NAME"),
     "device.index": (5, "sealed `0`, here `5`", "CUDA_VISIBLE_DEVICES"),
     "python.minor": ("3.12", "sealed `3.11`, here `3.12`", "nox -s train -- --python"),
     "torch.version": ("2.10.0+cu128", "sealed `2.11.0+cu130`, here `2.10.0+cu128`", "nox -s train -- --repair"),
@@ -125,7 +125,7 @@ def test_another_card_is_named_by_what_differs_in_it_and_not_by_where_its_row_ca
     }
     found = explain.differences(BASE, other)
     assert [difference.name for difference in found] == ["gpu.name", "system.gpu"]
-    assert "nox -s bake -- --gpu" in found[0].sentence()
+    assert "nox -s bake -- --config NAME --gpu" in found[0].sentence()
 
 
 def test_rows_of_one_card_may_differ_in_what_decides_nothing() -> None:

@@ -56,7 +56,7 @@ def test_without_one_that_fits_a_directory_is_made_and_the_nearest_is_explained(
 def test_with_no_baked_cache_at_all_it_is_said_how_to_make_one(environ: dict[str, str]) -> None:
     choice = store.choose(WANTED, environ=environ)
     assert choice.notices == (store.NONE_BAKED,)
-    assert "`nox -s bake` makes one" in choice.notices[0]
+    assert "`nox -s bake -- --config NAME [--gpu CARD]` makes one" in choice.notices[0]
 
 
 def test_what_an_earlier_run_compiled_is_not_said_to_be_compiled_again(environ: dict[str, str]) -> None:
