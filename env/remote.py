@@ -46,8 +46,16 @@ _REASONS: tuple[tuple[re.Pattern[str], Exit, str, str | None], ...] = (
         "start it (`systemctl start docker`), become a member of its group, or set DOCKER_HOST",
     ),
     (
+        re.compile(r"x509:|tls: [^:]*certificate|HTTP response to HTTPS client"),
+        Exit.HOST,
+        "the registry's certificate is not believed here, or it has none",
+        "give the engine its CA (`/etc/docker/certs.d/REGISTRY/ca.crt`), or name it in `insecure-registries`",
+    ),
+    (
         re.compile(
-            r"unexpected (commit )?digest|failed to verify|digest mismatch|size validation failed|wrong diff id"
+            # a certificate that is not believed says `failed to verify`, too
+            r"unexpected (commit )?digest|failed to verify(?! certificate)|digest mismatch|size validation failed"
+            r"|wrong diff id"
         ),
         Exit.INPUT,
         "the registry serves other bytes than the digest names: they were changed or damaged there",
@@ -62,7 +70,8 @@ _REASONS: tuple[tuple[re.Pattern[str], Exit, str, str | None], ...] = (
     (
         re.compile(
             r"connection refused|connection reset|no such host|i/o timeout|TLS handshake|network is unreachable"
-            r"|server misbehaving|context deadline exceeded|50[0234] |name resolution|no route to host|unexpected EOF",
+            r"|server misbehaving|context deadline exceeded|(?<![\d.])50[0234] |name resolution"
+            r"|no route to host|unexpected EOF",
             re.IGNORECASE,
         ),
         Exit.UNREACHABLE,
@@ -70,7 +79,7 @@ _REASONS: tuple[tuple[re.Pattern[str], Exit, str, str | None], ...] = (
         "check its address and the network; the same command goes on where it was stopped",
     ),
     (
-        re.compile(r"unauthorized|denied|authentication required|40[13] |no basic auth", re.IGNORECASE),
+        re.compile(r"unauthorized|denied|authentication required|(?<![\d.])40[13] |no basic auth", re.IGNORECASE),
         Exit.INPUT,
         "the registry does not let us in",
         "`docker login REGISTRY`; cosign reads the same file",

@@ -40,6 +40,11 @@ SAID = [
     ('failed to extract layer sha256:7d: write /x/fs/z: no space left on device: unknown', Exit.STORAGE),
     ('failed commit on ref "layer-sha256:c0": commit failed: unexpected commit digest sha256:2, expected sha256:c0',
      Exit.INPUT),
+    ("error pulling image configuration: failed to verify: size validation failed", Exit.INPUT),
+    ('Error: Get "https://x/v2/": tls: failed to verify certificate: x509: certificate signed by unknown authority',
+     Exit.HOST),
+    ('ERROR: failed to do request: Head "https://x/v2/": http: server gave HTTP response to HTTPS client', Exit.HOST),
+    ("Error: remote error: tls: bad certificate", Exit.HOST),
     ('ERROR: failed commit on ref "": unexpected digest: sha256:d3 != sha256:00', Exit.INPUT),
     ("Error: no signatures found", Exit.INPUT),
     ("Error: no matching signatures: invalid signature when validating ASN.1 encoded signature", Exit.INPUT),
@@ -52,6 +57,7 @@ SAID = [
     ("Error response from daemon: No such image: nothing:1", Exit.INPUT),
     ("Error: loading public key: open nothere.pub: no such file or directory", Exit.USAGE),
     ("getting signer: reading key: decrypt: encrypted: decryption failed", Exit.USAGE),
+    ("after 1.502 s: 1.403 MB of layer 1503 pushed", Exit.BUG),
     ("panic: what nobody has seen before", Exit.BUG),
 ]  # fmt: skip
 
