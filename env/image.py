@@ -8,21 +8,33 @@ still (`env.base.EPOCH`), the revision is in the last layer's configuration only
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import platform
 import re
-import shlex
-import subprocess
-import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from env import base, bootstrap, gpus, identity, index, labels, record, remote, stored, variants
-from env.building import say, terminable
+from env import (
+    base,
+    bootstrap,
+    buildx,
+    credentials,
+    gpus,
+    identity,
+    index,
+    labels,
+    output,
+    record,
+    remote,
+    stored,
+    variants,
+)
+from env.building import terminable
+from env.doctor.need import PRESETS
 from env.doctor.plan import runs_on
 from env.errors import Exit, Failure
 from env.variants import ROOT, Matrix, Variant
@@ -36,56 +48,6 @@ GPUS = ("h200", "rtx-pro-6000")
 """What is baked unless told otherwise: the main job for the builder's CPU, the paper's recipe for these cards."""
 
 BAKE_FILE = ROOT / "docker" / "bake.json"
-
-INDEX_NAMES = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_STRATEGY", "UV_FIND_LINKS", "UV_INSECURE_HOST")
-PROXY_NAMES = (
-    "HTTPS_PROXY",
-    "HTTP_PROXY",
-    "ALL_PROXY",
-    "NO_PROXY",
-    "https_proxy",
-    "http_proxy",
-    "all_proxy",
-    "no_proxy",
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Output:
-    """Where an image goes."""
-
-    kind: str
-    """`oci`: a file; `load`: the engine; `push`: a registry."""
-
-    place: str
-    """The file, the name in the engine, or the reference."""
-
-    @property
-    def option(self) -> str:
-        """As buildx's `--output` has it. zstd: a node unpacks it several times faster than gzip."""
-        packing = "compression=zstd,oci-mediatypes=true"
-        if self.kind == "oci":
-            return f"type=oci,dest={self.place},{packing}"
-        # What only passes through on its way to a registry need not be kept in this engine, nor unpacked in it, which
-        # takes 5 GB: the builder pushes. `push=` is BuildKit's own short form; `push=true` makes buildx have the engine
-        # push an image that is not there, and `unpack=false` is overruled by the engine (buildx 0.13, Docker 26).
-        return f"type=image,name={self.place},{packing}" + (",push=,store=false" if self.kind == "push" else "")
-
-
-def output(text: str, variant: str) -> Output:
-    """Read `--output`: `oci:FILE`, `load`, `load:NAME` or `push:REF`.
-
-    Raises:
-        Failure: Exit.USAGE, when it is none of them.
-    """
-    kind, _, where = text.partition(":")
-    if kind == "load":
-        return Output(kind=kind, place=str(remote.reference(where or f"dflash:{variant}")))
-    if kind == "oci" and where:
-        return Output(kind=kind, place=str(Path(where).absolute()))
-    if kind == "push" and where:
-        return Output(kind=kind, place=str(remote.reference(where)))
-    raise Failure(Exit.USAGE, f"`--output {text}` is no place for an image", hint="`oci:FILE`, `load` or `push:REF`")
 
 
 def bake_file(matrix: Matrix, rows: Mapping[str, gpus.Gpu], lock_id: Mapping[str, str]) -> dict[str, Any]:
@@ -103,6 +65,22 @@ def bake_file(matrix: Matrix, rows: Mapping[str, gpus.Gpu], lock_id: Mapping[str
 def chosen_gpus(variant: Variant, rows: Mapping[str, gpus.Gpu], names: Sequence[str]) -> tuple[str, ...]:
     """Those of the cards that a variant's wheels run on."""
     return tuple(name for name in names if runs_on(f"{rows[name].major}.{rows[name].minor}", variant.capabilities))
+
+
+def require_presets(names: Sequence[str]) -> None:
+    """Refuse to bake for anything but a preset: the build sees the project, and would say so after minutes.
+
+    Raises:
+        Failure: Exit.USAGE, with the nearest preset.
+    """
+    known = sorted(path.stem for path in PRESETS.glob("*.toml"))
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean `--config {near[0]}`?" if near else f"presets are {', '.join(known)}"
+            raise Failure(
+                Exit.USAGE, f"no preset is called `{name}`, and an image holds presets' kernels only", hint=hint
+            )
 
 
 def target(
@@ -154,7 +132,16 @@ def as_text(bake: Mapping[str, Any]) -> str:
 
 def command(wanted: Mapping[str, Any], reference: str, more: Sequence[str]) -> list[str]:
     """`docker buildx build` for a target: everything that the bake file says, on a base, and more options."""
-    words = ["docker", "buildx", "build", "--provenance=false", "--sbom=false", "--file", wanted["dockerfile"]]
+    words = [
+        "docker",
+        "buildx",
+        "build",
+        "--progress=plain",
+        "--provenance=false",
+        "--sbom=false",
+        "--file",
+        wanted["dockerfile"],
+    ]
     if reference.startswith("oci-layout://"):
         words += ["--build-context", f"base={reference}"]
     else:
@@ -162,55 +149,6 @@ def command(wanted: Mapping[str, Any], reference: str, more: Sequence[str]) -> l
     for name, value in wanted["args"].items():
         words += ["--build-arg", f"{name}={value}"]
     return [*words, *more, wanted["context"]]
-
-
-def secrets(environ: Mapping[str, str], settings: Mapping[str, str], folder: Path) -> list[str]:
-    """Options of buildx for what the package index needs: its address, a CA bundle, credentials.
-
-    `settings` are pip's. Files go into the folder, which is the caller's to remove.
-
-    Raises:
-        Failure: Exit.USAGE, when a file that is named is not there.
-    """
-    known = index.uv_environment(environ, settings)
-    lines = []
-    for name in (*INDEX_NAMES, *PROXY_NAMES):
-        words = [word for word in re.split(r"[\s,]+", known.get(name, "")) if word]
-        if name in ("UV_INDEX", "UV_FIND_LINKS", "UV_DEFAULT_INDEX"):
-            local = [word for word in words if not word.startswith(("http:", "https:"))]
-            words = [word for word in words if word not in local]
-            if local:
-                say(f"{name} names {', '.join(local)}, which a build cannot see: left out")
-        if words:
-            lines.append(f"{name}={(',' if name in ('UV_FIND_LINKS', 'NO_PROXY', 'no_proxy') else ' ').join(words)}\n")
-    options = []
-    if lines:
-        options += ["--secret", _secret("index", _kept(folder / "index", "".join(lines)))]
-    for identifier, variable, default in (
-        ("ca", "SSL_CERT_FILE", None),
-        ("netrc", "NETRC", Path(environ.get("HOME", "/nonexistent")) / ".netrc"),
-    ):
-        named = known.get(variable)
-        if named and not Path(named).is_file():
-            raise Failure(
-                Exit.USAGE,
-                f"the build needs the secret `{identifier}`, and {variable} names {named}, which is no file",
-                hint=f"mend {variable}, or unset it",
-            )
-        if named or (default is not None and default.is_file()):
-            options += ["--secret", _secret(identifier, Path(named) if named else Path(str(default)))]
-    return options
-
-
-def _secret(identifier: str, path: Path) -> str:
-    return f"id={identifier},src={path}"
-
-
-def _kept(path: Path, text: str) -> Path:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    return path
 
 
 def revision() -> str:
@@ -222,7 +160,7 @@ def revision() -> str:
 def build(
     wanted: Mapping[str, Any],
     reference: str,
-    where: Output,
+    where: output.Output,
     *,
     network: str | None = None,
     fresh: bool = False,
@@ -230,7 +168,7 @@ def build(
     """Build an image and put it where it is wanted; its digest.
 
     Raises:
-        Failure: Exit.HOST without an engine; whatever a build can fail of, see `remote.explain`.
+        Failure: Exit.HOST without an engine; whatever a build can fail of, see `buildx.explain`.
     """
     base_digest = reference.rpartition("@")[2]
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", base_digest):
@@ -243,11 +181,11 @@ def build(
     tools = bootstrap.ensure_tools()
     with tempfile.TemporaryDirectory(prefix="dflash-image-") as scratch, terminable():
         folder = Path(scratch)
-        shared = secrets(os.environ, index.pip_settings(tools), folder)
+        shared = credentials.options(os.environ, index.pip_settings(tools), folder)
         if network is not None:
             shared += ["--network", network, *(["--allow", "network.host"] if network == "host" else [])]
         first = ["--target", "cache-ids", "--output", f"type=local,dest={folder / 'ids'}"]
-        _run(command(wanted, reference, [*shared, *first, *(["--no-cache"] if fresh else [])]))
+        buildx.run(command(wanted, reference, [*shared, *first, *(["--no-cache"] if fresh else [])]))
         found = json.loads((folder / "ids" / "cache-ids.json").read_text(encoding="utf-8"))
         named = {**wanted["labels"], **told_labels(found, revision(), base_digest)}
         labels.read(named, "the image")  # misshapen ones must not get into one
@@ -256,63 +194,17 @@ def build(
             second += ["--label", f"{name}={value}"]
         told = folder / "metadata.json"
         second += ["--metadata-file", str(told), "--output", where.option]
-        _run(command(wanted, reference, [*shared, *second]))
+        with where.arriving():
+            buildx.run(command(wanted, reference, [*shared, *second]))
         digest = str(json.loads(told.read_text(encoding="utf-8"))["containerimage.digest"])
-    if where.kind == "push":
-        require_pushed(where.place, digest)
+    where.require_arrived(digest)
     return digest
-
-
-def require_pushed(place: str, digest: str) -> None:
-    """Ask the registry whether it has what was built: another builder could read the output's options otherwise.
-
-    Raises:
-        Failure: Exit.HOST, when the tag stands for something else; whatever asking can fail of, see `remote.explain`.
-    """
-    found = remote.digest_of(remote.reference(place))
-    if found != digest:
-        raise Failure(
-            Exit.HOST,
-            f"{place} in the registry is not what was built and pushed",
-            details=[f"built    {digest}", f"registry {found}"],
-            hint="was it pushed by another at the same time? Otherwise `--output load`, then `nox -s push`",
-        )
 
 
 def told_labels(caches: Mapping[str, Sequence[str]], commit: str, base_digest: str) -> dict[str, str]:
     """The labels that only a build can know; `caches` are the `cache_id`s by card."""
     pairs = ",".join(f"{card}={number}" for card, numbers in sorted(caches.items()) for number in sorted(numbers))
     return {labels.CACHES: pairs, labels.REVISION: commit, labels.BASE: base_digest}
-
-
-def _run(words: Sequence[str]) -> None:
-    """Say the command, run it, show what it prints, and turn its failure into a sentence."""
-    say(shlex.join(words))
-    lines: list[str] = []
-    with subprocess.Popen(
-        words,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    ) as process:
-        assert process.stderr is not None
-        try:
-            for line in process.stderr:
-                sys.stderr.write(line)
-                lines = [*lines[-400:], line]
-        finally:
-            if process.poll() is None and not lines:
-                process.terminate()
-    if process.returncode:
-        own = [line for line in lines if re.search(r"\berror: ", line) and "ERROR:" not in line]
-        failure = remote.explain(words, process.returncode, "".join(lines))
-        if own:  # a step of ours has said what is wrong
-            said = own[-1].partition("error: ")[2].strip()
-            raise Failure(failure.code, f"the build stopped: {said}", details=failure.details)
-        raise failure
 
 
 def inspect(name: str) -> str:
@@ -362,7 +254,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--variant", help=f"torch and CUDA ({variants.UNLESS_GIVEN})")
     made.add_argument("--gpu", action="append", help=f"a card to bake for (default {', '.join(GPUS)}); `none` for none")
     made.add_argument(
-        "--config", action="append", help=f"what to bake for the cards (default {', '.join(GPU_CONFIGS)})"
+        "--config", action="append", help=f"a preset to bake for the cards (default {', '.join(GPU_CONFIGS)})"
     )
     made.add_argument("--base", metavar="REF", help="an image of Debian bookworm by digest, instead of `nox -s base`'s")
     made.add_argument("--output", default="load", metavar="WHERE", help="oci:FILE, load, load:NAME or push:REF")
@@ -412,6 +304,9 @@ def main(argv: Sequence[str]) -> int:
     if options.sizes is not None:
         raise Failure(Exit.USAGE, "`--sizes` needs the image to draw", hint="`--inspect REF --sizes FILE.png`")
     variant = variants.load().variant(options.variant)
+    where = output.read(options.output, variant.name)
+    configs = options.config or GPU_CONFIGS
+    require_presets(configs)
     cards = [gpus.find(name).key for name in options.gpu or GPUS if name != "none"]
     unfit = set(cards) - set(chosen_gpus(variant, gpus.load(), cards))
     if unfit:
@@ -420,11 +315,10 @@ def main(argv: Sequence[str]) -> int:
             f"{variant.name}'s torch has no code for {', '.join(sorted(unfit))}",
             details=[f"built for {' '.join(variant.capabilities)}"],
         )
-    wanted = target(variant, cards, lock_identity(variant), gpu_configs=options.config or GPU_CONFIGS)
-    if not options.base:
+    wanted = target(variant, cards, lock_identity(variant), gpu_configs=configs)
+    if options.base is None:
         remote.require_engine()  # before minutes are spent on a base
-    reference = options.base or base.ensure().reference
-    where = output(options.output, variant.name)
+    reference = base.ensure().reference if options.base is None else options.base
     digest = build(wanted, reference, where, network=options.network, fresh=options.no_cache)
     print(f"{where.place.partition('@')[0]}@{digest}" if where.kind != "oci" else f"{where.place} {digest}")
     return int(Exit.DONE)

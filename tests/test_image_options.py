@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from env import gpus, image, labels, variants
+from env import gpus, image, labels, output, variants
 from env.errors import Exit, Failure
 from env.variants import ROOT
 
@@ -19,16 +19,39 @@ CU130 = variants.load().variants["cu130"]
 BASE = f"registry.example/debian@sha256:{'a' * 64}"
 
 
-def test_an_image_goes_to_a_file_the_engine_or_a_registry() -> None:
-    assert image.output("oci:x.tar", "cu130").option.startswith(f"type=oci,dest={Path.cwd()}/x.tar,compression=zstd")
-    assert image.output("load", "cu128").place == "dflash:cu128"
-    pushed = image.output("push:registry.example/dflash:1", "cu130")
+def test_an_image_goes_to_a_file_the_engine_or_a_registry(tmp_path: Path) -> None:
+    file = output.read(f"oci:{tmp_path}/x.tar", "cu130")
+    assert file.place == f"{tmp_path}/x.tar"
+    assert file.option.startswith(f"type=oci,dest={tmp_path}/x.tar.building-{os.getpid()},compression=zstd")
+    assert output.read("load", "cu128").place == "dflash:cu128"
+    pushed = output.read("push:registry.example/dflash:1", "cu130")
     assert pushed.place == "registry.example/dflash:1"
     assert pushed.option.endswith(",push=,store=false")  # by the builder, and nothing of it stays in the engine
-    for text in ("somewhere", "oci:", "push:"):
+    for text in ("somewhere", "oci:", "push:", "load:", ""):
         with pytest.raises(Failure, match="is no place for an image") as refused:
-            image.output(text, "cu130")
+            output.read(text, "cu130")
         assert refused.value.code == Exit.USAGE
+
+
+def test_a_file_takes_its_place_when_it_is_whole_and_leaves_the_old_one_there_otherwise(tmp_path: Path) -> None:
+    place = tmp_path / "x.tar"
+    place.write_text("old")
+    file = output.read(f"oci:{place}", "cu130")
+    beside = Path(file.option.partition("dest=")[2].partition(",")[0])
+
+    def breaks() -> None:
+        beside.write_text("")  # as buildx does while it reads its options
+        raise Failure(Exit.BUG, "the build broke")
+
+    with pytest.raises(Failure, match="the build broke"), file.arriving():
+        breaks()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"x.tar": "old"}
+    with file.arriving():
+        beside.write_text("new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"x.tar": "new"}
+    with pytest.raises(Failure, match=r"cannot write .*/x\.tar: No such file") as refused, file.arriving():
+        pass
+    assert refused.value.code == Exit.STORAGE
 
 
 def test_every_variant_gets_the_cards_that_its_torch_has_code_for() -> None:
@@ -45,30 +68,6 @@ def test_a_base_that_was_made_here_is_a_context_and_one_of_a_registry_is_complet
     other = image.command(wanted, BASE, [])
     assert f"BASE={BASE}" in other
     assert "BASE_KIND=slim" in other
-
-
-def test_what_the_index_needs_goes_in_secrets_and_nothing_of_it_on_the_command_line(tmp_path: Path) -> None:
-    settings = {"index-url": "https://somebody:secret@index.example/simple", "find-links": "/some/where"}
-    bundle = tmp_path / "ca.pem"
-    bundle.write_text("certificates")
-    (tmp_path / ".netrc").write_text("machine index.example login a password b")
-    environ = {"SSL_CERT_FILE": str(bundle), "HOME": str(tmp_path), "HTTPS_PROXY": "http://proxy.example:3128"}
-    options = image.secrets(environ, settings, tmp_path)
-    assert "secret@" not in " ".join(options)
-    assert [word.partition(",")[0] for word in options[1::2]] == ["id=index", "id=ca", "id=netrc"]
-    kept = tmp_path / "index"
-    assert kept.read_text().splitlines() == [
-        "UV_DEFAULT_INDEX=https://somebody:secret@index.example/simple",
-        "HTTPS_PROXY=http://proxy.example:3128",
-    ]
-    assert kept.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_folder_of_wheels_that_a_build_cannot_see_is_left_out_aloud(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert image.secrets({}, {"find-links": "/some/where"}, tmp_path) == []
-    assert "UV_FIND_LINKS names /some/where, which a build cannot see" in capsys.readouterr().err
 
 
 def test_the_labels_that_only_a_build_knows_are_read_back() -> None:
@@ -91,7 +90,18 @@ def test_refusals_are_one_sentence_each(tmp_path: Path) -> None:
         (Exit.HOST, "the container engine does not answer", run("--base", BASE, DOCKER_HOST=silent)),
         (Exit.USAGE, "is not named by its digest", run("--base", "debian:bookworm-slim", DOCKER_HOST=silent)),
         (Exit.USAGE, "there is no GPU `h2000`", run("--gpu", "h2000")),
+        (Exit.USAGE, "there is no GPU ``", run("--gpu", "")),
         (Exit.USAGE, "there is no variant `cu13`", run("--variant", "cu13")),
+        # before a base is made or an engine asked
+        (Exit.USAGE, "no preset is called `qwen3-8`", run("--config", "qwen3-8", DOCKER_HOST=silent)),
+        (Exit.USAGE, "no preset is called `mine.toml`", run("--config", "mine.toml", DOCKER_HOST=silent)),
+        (Exit.USAGE, "no preset is called ``", run("--config", "", DOCKER_HOST=silent)),
+        (Exit.USAGE, "the base `` is not named by its digest", run("--base", "", DOCKER_HOST=silent)),
+        (Exit.USAGE, "is no place for an image", run("--output", "x.tar", DOCKER_HOST=silent)),
+        (Exit.USAGE, "is a folder", run("--output", f"oci:{tmp_path}", DOCKER_HOST=silent)),
+        (Exit.STORAGE, "nowhere is not there", run("--output", f"oci:{tmp_path}/nowhere/x.tar", DOCKER_HOST=silent)),
+        (Exit.USAGE, "names a digest", run("--output", f"push:{BASE}", DOCKER_HOST=silent)),
+        (Exit.USAGE, "names a digest", run("--output", f"load:{BASE}", DOCKER_HOST=silent)),
         (Exit.USAGE, "`--sizes` needs the image to draw", run("--sizes", "x.png")),
         (Exit.USAGE, "`--sizes .` is no name of a picture", run("--inspect", f"oci:{tmp_path}/nothing", "--sizes", "")),
         (Exit.INPUT, "is no OCI image", run("--inspect", f"oci:{tmp_path}/nothing")),
@@ -123,26 +133,30 @@ def test_an_option_of_a_build_beside_one_that_builds_nothing_is_refused_not_igno
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, Exit.INTERRUPTED), (signal.SIGTERM, Exit.TERMINATED)])
-def test_a_signal_ends_an_inspection_and_the_engine_s_program_that_it_reads(
-    tmp_path: Path, number: signal.Signals, code: Exit
+@pytest.mark.parametrize("words", [["--inspect", "x:1"], ["--base", BASE]], ids=["inspection", "build"])
+def test_a_signal_ends_what_is_under_way_and_the_engine_s_program_that_it_reads(
+    tmp_path: Path, words: list[str], number: signal.Signals, code: Exit
 ) -> None:
     program, pid = tmp_path / "bin" / "docker", tmp_path / "pid"
     program.parent.mkdir()
     told = '[{"Id": "sha256:0", "Architecture": "amd64"}]'
-    saves = f"echo $$ >{pid}.new; mv {pid}.new {pid}; exec sleep 600"
-    program.write_text(f"#!/bin/sh\ncase $2 in inspect) echo '{told}';; save) {saves};; esac\n")
+    waits = f"echo '#1 0.1 said' >&2; echo $$ >{pid}.new; mv {pid}.new {pid}; exec sleep 600"
+    program.write_text(f"#!/bin/sh\ncase $2 in inspect) echo '{told}';; save | build) {waits};; esac\n")
     program.chmod(0o755)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     path = f"{program.parent}:{os.environ['PATH']}"
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "TMPDIR": str(scratch)}
-    command = [sys.executable, "-m", "env", "image", "--inspect", "x:1"]
+    command = [sys.executable, "-m", "env", "image", *words]
     process = subprocess.Popen(command, env=settings, stderr=subprocess.PIPE, text=True)
     while not pid.exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    try:
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == code
     assert "Traceback" not in said
     assert not Path("/proc", pid.read_text().strip()).exists()

@@ -15,15 +15,28 @@ from building import checkout, layers
 from engine import Engine
 from wheelhouse import Wheelhouse, pin
 
-from env import base, bootstrap, index, variants
+from env import base, bootstrap, credentials, index, variants
 from env import image as images
-from env.errors import Exit, Failure
+from env.errors import Exit
 from env.parts import PARTS
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(900)]
 
 PACKAGES = ("nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-cusparse", "nvidia-nccl-cu13", "triton", "torch", "numpy")
 PASSWORD = "open-sesame-8fb1c2"
+BUNDLE = """# certificates-of-the-house-41d07e
+-----BEGIN CERTIFICATE-----
+MIIBejCCAR+gAwIBAgIUHMz66Vw6NzQMMZnRS9N7aM/YJlIwCgYIKoZIzj0EAwIw
+ETEPMA0GA1UEAwwGbm9ib2R5MCAXDTI2MTEzMDEwNDYxNloYDzIxMjYxMTA2MTA0
+NjE2WjARMQ8wDQYDVQQDDAZub2JvZHkwWTATBgcqhkjOPQIBBggqhkjOPQMBBwNC
+AAQewfHs8wEV5LkvUpy8N+OYEkttv0hFqkHJItoM/EdLxhy9NJRN1Z8amMU5esR3
+0gzWM9Z6uw39/3KBl61ezD7Io1MwUTAdBgNVHQ4EFgQUm6T7BvrW3XRsUUqPKNM8
+EkypTTcwHwYDVR0jBBgwFoAUm6T7BvrW3XRsUUqPKNM8EkypTTcwDwYDVR0TAQH/
+BAUwAwEB/zAKBggqhkjOPQQDAgNJADBGAiEA4fJvXN6dBT3AibAtwLognPbgqs7X
++zhtrssJXSDvREQCIQD1zlZjCphrTPXxrgdClM8tLgbFqBhTHKwPUaCEWtU5gA==
+-----END CERTIFICATE-----
+"""
+NETRC = "machine index.example login somebody password spoken-to-nobody-77ab30"
 CREDENTIALS = f"somebody:{PASSWORD}"
 
 
@@ -45,7 +58,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, docker_engine: Engine, house
     with pytest.MonkeyPatch.context() as patch:
         use(docker_engine, patch)
         folder = tmp_path_factory.mktemp("secrets")
-        shared = images.secrets(dict(docker_engine.environ), index.pip_settings(bootstrap.ensure_tools()), folder)
+        shared = credentials.options(dict(docker_engine.environ), index.pip_settings(bootstrap.ensure_tools()), folder)
         run(docker_engine, source, reference, [*shared, "--target=tools", "--output=type=cacheonly"])
     write_lock(source, house[0], {})
     return source
@@ -76,15 +89,16 @@ def run(engine: Engine, source: Path, reference: str, more: Sequence[str], varia
 
 def environment(engine: Engine, source: Path, address: str, folder: Path, output: str, *, fresh: bool = False) -> None:
     """Build the environment alone: every layer below the caches and the project."""
-    secret = folder / "index"
-    secret.write_text(f"UV_DEFAULT_INDEX={address}\n")
+    told = {"index": f"UV_DEFAULT_INDEX={address}", "ca": BUNDLE, "netrc": NETRC}
+    for name, text in told.items():
+        (folder / name).write_text(f"{text}\n")
     run(
         engine,
         source,
         base.ensure().reference,
         [
             *(["--no-cache-filter=parts,environment"] if fresh else []),
-            f"--secret=id=index,src={secret}",
+            *(f"--secret=id={name},src={folder / name}" for name in told),
             "--target=environment",
             f"--output={output}",
         ],
@@ -141,7 +155,9 @@ def test_no_layer_and_no_line_of_history_holds_what_was_secret(
 ) -> None:
     archive = tmp_path / "image.tar"
     environment(docker_engine, small, house[1], tmp_path, f"type=oci,dest={archive},compression=uncompressed")
-    words = [PASSWORD.encode(), b"somebody:", house[1].encode(), b"/srv/index="]
+    marker, _, certificate, *_ = BUNDLE.splitlines()
+    secrets = (PASSWORD, "somebody:", house[1], marker, certificate, NETRC, "/srv/index=")
+    words = [word.encode() for word in secrets]
     seen = 0
     with tarfile.open(archive) as packed:
         for member in packed:
@@ -215,9 +231,3 @@ def test_the_image_names_its_variant_above_everything_that_takes_long() -> None:
     assert last is stages[-1]
     assert f"{variants.NAMED}=${{VARIANT}}" in last.partition("ARG REVISION")[2], "only configuration follows"
     assert not re.search(r"(?m)^(RUN|COPY|ADD|WORKDIR) ", last.partition("ARG REVISION")[2])
-
-
-def test_a_secret_that_is_named_and_missing_is_refused_before_anything_is_built(tmp_path: Path) -> None:
-    with pytest.raises(Failure, match=r"secret `ca`.*SSL_CERT_FILE names /nowhere/ca.pem") as refused:
-        images.secrets({"SSL_CERT_FILE": "/nowhere/ca.pem"}, {}, tmp_path)
-    assert refused.value.code == Exit.USAGE

@@ -11,7 +11,7 @@ import pytest
 from engine import Engine
 from toys import LABELS, build, other, use
 
-from env import image, sizes, stored
+from env import image, output, sizes, stored
 from env.errors import Exit, Failure
 
 pytestmark = pytest.mark.image
@@ -115,13 +115,25 @@ def test_a_registry_that_does_not_have_what_was_built_is_not_called_pushed_to(
     docker_engine: Engine, toy: str, loopback_registry: str
 ) -> None:
     name = f"{loopback_registry}/arrived:1"
+    pushed = output.read(f"push:{name}", "cu130")
     with pytest.raises(Failure) as refused:  # a builder that built and did not push
-        image.require_pushed(name, f"sha256:{'0' * 64}")
+        pushed.require_arrived(f"sha256:{'0' * 64}")
     assert refused.value.code == Exit.INPUT
     docker_engine.docker("tag", toy, name)
     docker_engine.docker("push", name)
     docker_engine.docker("image", "rm", name)
-    with pytest.raises(Failure, match="arrived:1 in the registry is not what was built and pushed") as refused:
-        image.require_pushed(name, f"sha256:{'0' * 64}")
+    with pytest.raises(Failure, match="arrived:1 in the registry is not what was built") as refused:
+        pushed.require_arrived(f"sha256:{'0' * 64}")
     assert refused.value.code == Exit.HOST
-    image.require_pushed(name, stored.find(toy).digest)
+    pushed.require_arrived(stored.find(toy).digest)
+
+
+def test_an_engine_that_does_not_have_what_was_built_is_not_called_loaded(toy: str) -> None:
+    """As when another builder is the current one: it keeps what it builds, and the older image stays in the engine."""
+    for name, found in ((toy, stored.find(toy).digest), ("inspected:none", "has none of that name")):
+        with pytest.raises(Failure, match=f"{name} in the engine is not what was built") as refused:
+            output.read(f"load:{name}", "cu130").require_arrived(f"sha256:{'0' * 64}")
+        assert refused.value.code == Exit.HOST
+        assert refused.value.details == (f"built    sha256:{'0' * 64}", f"engine   {found}")
+        assert "BUILDX_BUILDER" in str(refused.value.hint)
+    output.read(f"load:{toy}", "cu130").require_arrived(stored.find(toy).digest)
