@@ -45,13 +45,17 @@ def main(argv: Sequence[str]) -> int:
             "one of `--key FILE` and `--unsigned` must say whether it is signed",
             hint="`cosign generate-key-pair` makes a pair",
         )
+    if options.image is not None:
+        remote.reference(options.image)
     if options.key is not None:
         remote.require_key(options.key, "--key")
         require_opened(options.key)
     with terminable():
         remote.require_engine()
-        name = loaded(options.archive) if options.archive else options.image or str(target)
-        told = labels.read(remote.local_labels(name), name)
+        name = str(target) if options.image is None else options.image
+        if options.archive is not None:
+            name = loaded(options.archive)
+        told = labels.read(kept_labels(name), name)
         labels.require_locked(told, name)
         if told.revision.endswith("-dirty"):
             say(f"{name} was built from a tree that was not clean; its provenance says so")
@@ -67,6 +71,26 @@ def main(argv: Sequence[str]) -> int:
             remote.cosign("sign", "--key", str(options.key), "--tlog-upload=false", "--yes", str(pinned))
     print(pinned)
     return int(Exit.DONE)
+
+
+def kept_labels(name: str) -> dict[str, str]:
+    """The labels of an image that is to be pushed out of the engine.
+
+    Raises:
+        Failure: Exit.INPUT, when the engine does not have it, though a registry may.
+    """
+    try:
+        return remote.local_labels(name)
+    except Failure as failure:
+        if failure.code is not Exit.INPUT:
+            raise
+        mend = f"`nox -s image -- --output load:{name.partition('@')[0]}`"
+        raise Failure(
+            Exit.INPUT,
+            f"the container engine here has no image {name}",
+            details=failure.details,
+            hint=f"{mend} puts it there; what `--output push:` sent to a registry was not kept",
+        ) from failure
 
 
 def require_opened(key: Path) -> None:

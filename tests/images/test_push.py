@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from engine import Engine
-from toys import LABELS, STATUS, Keys, build, other, use
+from toys import LABELS, STATUS, Keys, build, closed, other, use
 
-from env import bom, labels, push, remote
+from env import bom, buildx, labels, output, push, remote, stored
 from env.errors import Exit, Failure
 
 pytestmark = pytest.mark.image
@@ -127,7 +127,11 @@ def test_what_cannot_be_pushed_is_one_sentence(
     loopback_registry: str, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = ["--key", str(keys.private)]
-    assert refused(f"{loopback_registry}/nothing:1", *key).code == Exit.INPUT
+    name = f"{loopback_registry}/nothing:1"
+    failure = refused(name, *key)
+    assert (failure.code, failure.message) == (Exit.INPUT, f"the container engine here has no image {name}")
+    assert f"`nox -s image -- --output load:{name}` puts it there" in str(failure.hint)
+    assert refused(name, "--image", "", *key).message == "`` is no reference of an image"
     assert refused(f"{loopback_registry}/x@sha256:{'0' * 64}", *key).code == Exit.USAGE
     assert refused("Not A Reference", *key).code == Exit.USAGE
     assert refused("x:1", "--archive", str(tmp_path / "none.tar"), *key).message.startswith("there is no archive")
@@ -145,3 +149,43 @@ def test_a_registry_that_is_down_is_one_sentence(docker_engine: Engine, keys: Ke
     failure = refused(name, "--key", str(keys.private))
     assert failure.code == Exit.UNREACHABLE
     assert failure.message == "the registry does not answer"
+
+
+def pushing(folder: Path, name: str) -> Failure:
+    """What is said when the builder itself pushes, as for `nox -s image -- --output push:REF`."""
+    option = output.read(f"push:{name}", "cu130").option
+    with pytest.raises(Failure) as caught:
+        buildx.run(
+            ["docker", "buildx", "build", "--progress=plain", "--provenance=false", "--output", option, str(folder)]
+        )
+    return caught.value
+
+
+def test_a_builder_that_cannot_push_says_so_in_one_sentence(docker_engine: Engine, tmp_path: Path) -> None:
+    build(docker_engine, tmp_path, "toy:1")
+    failure = pushing(tmp_path, "127.0.0.1:9/x:1")
+    assert (failure.code, failure.message) == (Exit.UNREACHABLE, "the registry does not answer")
+    assert "connection refused" in failure.details[0]
+    with closed() as address:
+        failure = pushing(tmp_path, f"{address}/x:1")
+    assert (failure.code, failure.message) == (Exit.INPUT, "the registry does not let us in")
+    assert "docker login" in str(failure.hint)
+
+
+def test_a_build_that_breaks_leaves_the_archive_that_was_there(docker_engine: Engine, tmp_path: Path) -> None:
+    build(docker_engine, tmp_path / "x", "toy:1")
+    place = tmp_path / "image.tar"
+    place.write_text("an older one")
+    file = output.read(f"oci:{place}", "cu130")
+    words = ["docker", "buildx", "build", "--progress=plain", "--provenance=false", "--output", file.option]
+    recipe = (tmp_path / "x" / "Dockerfile").read_text()
+    (tmp_path / "x" / "Dockerfile").write_text(f'{recipe}RUN ["/nothing"]\n')
+    with pytest.raises(Failure), file.arriving():
+        buildx.run([*words, str(tmp_path / "x")])
+    assert {path.name for path in tmp_path.iterdir()} == {"x", "image.tar"}
+    assert place.read_text() == "an older one"
+    (tmp_path / "x" / "Dockerfile").write_text(recipe)
+    with file.arriving():
+        buildx.run([*words, str(tmp_path / "x")])
+    assert {path.name for path in tmp_path.iterdir()} == {"x", "image.tar"}
+    assert stored.find(f"oci:{place}").labels == LABELS.as_dict()

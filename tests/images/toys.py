@@ -146,6 +146,35 @@ def slow(behind: str, most: int) -> Iterator[Proxy]:
             thread.join()
 
 
+@contextlib.contextmanager
+def closed() -> Iterator[str]:
+    """Run a registry that lets nobody in while the block runs; yields `127.0.0.1:PORT`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        default_request_version = "HTTP/1.0"
+
+        def do_GET(self) -> None:
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", 'Basic realm="nobody"')
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *arguments: Any) -> None:
+            """Keep the tests' output clean."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @pytest.fixture(scope="session")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     """The pair that the tests' images are signed with."""
