@@ -93,8 +93,8 @@ def beside(place: Path) -> Iterator[Path]:
     mixture. What a killed process left is cleared away first; the caller holds the lock (`exclusively`). SIGTERM
     unwinds like Ctrl-C.
     """
-    leftovers = (*place.parent.glob(f"{place.name}.building-*"), *place.parent.glob(f"{place.name}.old-*"))
-    for leftover in leftovers:
+    ours = re.compile(re.escape(place.name) + r"\.(building|old)-[0-9]+")  # a user's own `NAME.old-backup` is not
+    for leftover in [path for path in place.parent.glob("*") if ours.fullmatch(path.name)]:
         shutil.rmtree(leftover, ignore_errors=True)
     building = place.with_name(f"{place.name}.building-{os.getpid()}")
     old = place.with_name(f"{place.name}.old-{os.getpid()}")

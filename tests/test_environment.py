@@ -280,6 +280,15 @@ def test_a_full_disk_under_our_own_feet_is_a_sentence(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_killed_process_left_is_cleared_away_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("place.building-7", "place.old-7", "place.old-backup", "place.old-7-mine", "place2.old-7"):
+        (tmp_path / name).mkdir()
+    with building.beside(tmp_path / "place") as folder:
+        folder.mkdir()
+    kept = {"place", "place.old-backup", "place.old-7-mine", "place2.old-7"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(Failure, match="cannot write in ") as caught, building.exclusively(tmp_path / "file" / "place"):
