@@ -183,7 +183,7 @@ def _opened(folder: Path, ours: dict[str, Any]) -> Kept:
             Exit.INPUT,
             f"the features in `{folder}` are not those of this configuration and target",
             details=differing,
-            hint="write them anew (`nox -s data -- features --help`), or name the target and the configuration they are of",
+            hint="write them anew (`nox -s data -- features --help`), or name the target and configuration they are of",
         )
     return kept
 
