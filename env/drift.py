@@ -2,8 +2,8 @@
 """Is this the locked environment? The installed set, compared with the lock; nothing is ever changed here.
 
 One file that needs the standard library alone (Python 3.11 or newer), so that any interpreter can run it about any
-other, also a broken one: `python3 env/drift.py --python /path/to/that/python --lock requirements/cu130.txt`. That is
-why it is longer than a module here should be, and why it parses locks and markers itself.
+other, also a broken one: `python3 env/drift.py --python /path/to/that/python`. That is why it is longer than a module
+here should be, and why it parses locks and markers itself.
 
 How it decides. `stamp` is called by whoever has just installed from the lock: it checks the files by hash and writes
 down, in `<prefix>/dflash-stamp.json`, what was installed: versions, wheels, each file's size and time stamp.
@@ -1007,9 +1007,8 @@ def _files(scene: _Scene, skip: set[str]) -> tuple[list[Drift], dict[str, _Stat]
     for path in edited:
         wrong.setdefault(expected[path][0], {}).setdefault("edited", []).append(path)
         del doubtful[path]
-    if scene.stamp is None or wrong or skip or len(scene.tree) != sum(map(len, scene.stamp["files"].values())):
-        for path, name in _added(scene, skip):
-            wrong.setdefault(name, {}).setdefault("added", []).append(path)
+    for path, name in _added(scene, skip):  # each time: as many files as were noted need not be those that were noted
+        wrong.setdefault(name, {}).setdefault("added", []).append(path)
     return [_of_files(scene, name, kinds) for name, kinds in sorted(wrong.items())], doubtful
 
 
@@ -1290,18 +1289,38 @@ def _reason(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
+def _locks(python: Path) -> list[Path]:
+    """The locks of an environment that is asked about without any; empty where none is known.
+
+    A copy of this file beside a `lock.txt` (as images are built with) belongs to that one. Otherwise the environment's
+    folder tells: `cu130-py3.11-dev` was made from `cu130` and `dev`, and any other name stands for the default variant.
+    """
+    here = Path(__file__).resolve()
+    words = Path(os.path.abspath(python)).parent.parent.name.split("-")  # noqa: PTH100 - not resolved, as above
+    told = [word for word in words if not re.fullmatch(r"py3\.[0-9]+", word)]
+    folder = here.parent.parent / "requirements"
+    choices = [[here.with_name("lock.txt")]]
+    choices += [[folder / f"{name}.txt" for name in names] for names in (told if told != words else [], [_default()])]
+    return next((locks for locks in choices if locks and all(lock.is_file() for lock in locks)), [])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python3 env/drift.py --python P --lock L`: 0 when nothing drifted, 3 when something did."""
+    """`python3 env/drift.py --python P`: 0 when nothing drifted, 3 when something did."""
     parser = argparse.ArgumentParser(prog="drift.py", description="Compare an environment with its lock.")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="the environment's interpreter")
-    parser.add_argument("--lock", type=Path, action="append", required=True, help="its lock; repeatable")
+    parser.add_argument(
+        "--lock", type=Path, action="append", help="its lock; repeatable; by default its folder's name tells"
+    )
     parser.add_argument("--variant", help="what to call it; by default the first lock's name")
     parser.add_argument("--hashes", action="store_true", help="hash every file, not only those that moved")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     given = parser.parse_args(argv)
-    variant = given.variant or given.lock[0].stem
+    locks = given.lock or _locks(given.python)
+    if not locks:
+        parser.error(f"no lock is known for `{given.python}`: name it with --lock")
+    variant = given.variant or locks[0].stem
     try:
-        found = _examine(given.python, given.lock, hashes=given.hashes, environ=os.environ)
+        found = _examine(given.python, locks, hashes=given.hashes, environ=os.environ)
     except Failure as refused:
         return report(refused)
     if given.json:

@@ -28,6 +28,7 @@ BENDING = frozenset(
 
 DEFAULT_INDEX = ("UV_DEFAULT_INDEX", "UV_INDEX_URL")
 MORE_INDEXES = ("UV_INDEX", "UV_EXTRA_INDEX_URL")
+MORE_WHEELS = ("UV_FIND_LINKS",)
 
 
 def uv_environment(
@@ -38,7 +39,8 @@ def uv_environment(
     `only_main_index` is for making locks: what a further index or a folder of wheels on this machine offers must not
     decide what stands in a file that everybody shares.
     """
-    result = {key: value for key, value in environ.items() if key not in BENDING}
+    left_out = {*BENDING, *(MORE_INDEXES + MORE_WHEELS if only_main_index else ())}
+    result = {key: value for key, value in environ.items() if key not in left_out}
 
     def fill(names: tuple[str, ...], value: str | None) -> None:
         if value and not any(name in environ for name in names):
@@ -50,7 +52,7 @@ def uv_environment(
             result["UV_INDEX"] = " ".join(pip["extra-index-url"].split())
             # pip knows no order among indexes. Safe with hashes: whichever serves the file, it is the locked one.
             result.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")
-        fill(("UV_FIND_LINKS",), ",".join(pip.get("find-links", "").split()))
+        fill(MORE_WHEELS, ",".join(pip.get("find-links", "").split()))
     fill(("SSL_CERT_FILE",), pip.get("cert") or environ.get("REQUESTS_CA_BUNDLE") or environ.get("CURL_CA_BUNDLE"))
     fill(("SSL_CLIENT_CERT",), pip.get("client-cert"))
     fill(("UV_INSECURE_HOST",), ",".join(pip.get("trusted-host", "").split()))

@@ -85,16 +85,22 @@ def variant_input(variant: Variant) -> str:
 def write(folder: Path, *, upgrade: bool = False, packages: Sequence[str] = ()) -> int:
     """Make every lock anew, keeping the versions that are there unless told otherwise, and print what moved.
 
-    All of them or none: the locks are replaced when each has been resolved and linted.
+    All of them or none: the locks are replaced when each has been resolved and linted. A damaged lock is made anew from
+    the record, a damaged record from nothing.
     """
     matrix = variants.load()
-    before = {name: _pins(folder, name) for name in names(matrix)}
+    for name in names(matrix):
+        inputs(folder, name, matrix)  # refuses what is not there
+    records = _known_records(folder)
+    before = {name: _known_pins(folder, name, records.get(name)) for name in names(matrix)}
     known = {pin.name for pins in before.values() for pin in pins}
     for package in packages:
         if normalise(package) not in known:
             hint = "what is asked for stands in requirements/*.in"
             raise Failure(Exit.USAGE, f"no lock holds `{package}`", hint=hint)
-    records = read_records(folder)
+    for name in (*index.MORE_INDEXES, *index.MORE_WHEELS):
+        if os.environ.get(name):
+            say(f"{name} has no say here: locks are made from the main index alone")
     seeds = {name: [] if upgrade else _untouched(before[name], records.get(name)) for name in before}
     with tempfile.TemporaryDirectory(prefix="dflash-lock-") as scratch:
         work = _workplace(Path(scratch), folder, matrix)
@@ -212,13 +218,17 @@ def _render(pin: Pin) -> str:
 def _replace(path: Path, text: str) -> None:
     """Write a file whole or not at all; one that says so already keeps its time stamp."""
     try:
-        if path.exists() and path.read_text(encoding="utf-8") == text:
+        if _says(path, text):
             return
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
         fresh.write_text(text, encoding="utf-8")
         fresh.replace(path)
     except OSError as error:
         raise Failure(Exit.STORAGE, f"cannot write {path}: {error.strerror}") from error
+
+
+def _says(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_bytes() == text.encode()
 
 
 # ------------------------------------------------------------------------------------------------------------- record
@@ -235,12 +245,22 @@ def inputs(folder: Path, name: str, matrix: Matrix) -> tuple[str, ...]:
 
 
 def _requirements(path: Path) -> list[str]:
-    lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        hint = f"`git checkout -- requirements/{path.name}` brings it back"
+        raise Failure(Exit.LOCK, f"what is asked for in {path} cannot be read: {why}", hint=hint) from error
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     return [line for line in lines if line]
 
 
 def _digests(pins: Sequence[Pin]) -> dict[str, str]:
-    return {_key(pin): hashlib.sha256("\n".join(pin.hashes).encode()).hexdigest()[:16] for pin in pins}
+    return {_key(pin): _digest(pin) for pin in pins}
+
+
+def _digest(pin: Pin) -> str:
+    return hashlib.sha256("\n".join(pin.hashes).encode()).hexdigest()[:16]
 
 
 def _key(pin: Pin) -> str:
@@ -248,14 +268,40 @@ def _key(pin: Pin) -> str:
 
 
 def _untouched(pins: Sequence[Pin], record: Record | None) -> list[Pin]:
-    """The pins that are as they were locked: what was edited by hand has no say in the next lock."""
+    """The pins that are as they were locked: what was edited by hand has no say in the next lock.
+
+    Those without hashes come from the record itself.
+    """
     recorded = record.pins if record else {}
-    return [pin for pin, (key, digest) in zip(pins, _digests(pins).items(), strict=True) if recorded.get(key) == digest]
+    return [pin for pin in pins if not pin.hashes or recorded.get(_key(pin)) == _digest(pin)]
 
 
 def _pins(folder: Path, name: str) -> tuple[Pin, ...]:
     path = folder / f"{name}.txt"
     return read_lock(path) if path.exists() else ()
+
+
+def _known_pins(folder: Path, name: str, record: Record | None) -> tuple[Pin, ...]:
+    """A lock's pins; of one that cannot be read, those that its record knows, without their hashes."""
+    try:
+        return _pins(folder, name)
+    except Failure as damaged:
+        say(f"{damaged.message}; {name} is made anew{' from the record' if record else ''}")
+    pins = []
+    for key in record.pins if record else ():
+        pin, _, marker = key.partition(" ; ")
+        package, _, version = pin.partition("==")
+        pins.append(Pin(package, version, marker, (), ()))
+    return tuple(pins)
+
+
+def _known_records(folder: Path) -> dict[str, Record]:
+    """What is remembered about the locks, for making them; nothing when that cannot be read."""
+    try:
+        return read_records(folder)
+    except Failure as damaged:
+        say(f"{damaged.message}; without it no version counts as locked, and each may move")
+        return {}
 
 
 def read_records(folder: Path) -> dict[str, Record]:
@@ -265,8 +311,11 @@ def read_records(folder: Path) -> dict[str, Record]:
         return {}
     try:
         table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {name: Record(**{**row, "inputs": tuple(row["inputs"])}) for name, row in table.items()}
-    except (ValueError, TypeError, KeyError) as error:
+        return {
+            name: Record(inputs=tuple(row["inputs"]), pins=dict(row["pins"]), requires=dict(row["requires"]))
+            for name, row in table.items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise Failure(Exit.LOCK, f"{path} is not what `nox -s lock` wrote: {error}", hint="`nox -s lock`") from error
 
 
@@ -303,9 +352,7 @@ def _differences(folder: Path, name: str, record: Record | None, matrix: Matrix)
     if record is None or not (folder / f"{name}.txt").exists():
         return ["never locked"]
     lines = []
-    if name in matrix.variants and (folder / f"{name}.in").read_text(encoding="utf-8") != variant_input(
-        matrix.variants[name]
-    ):
+    if name in matrix.variants and not _says(folder / f"{name}.in", variant_input(matrix.variants[name])):
         lines.append(f"{name}.in is not what env/variants.toml says (torch=={matrix.variants[name].torch})")
     asked = inputs(folder, name, matrix)
     lines += [f"stale: `{line}` is asked for since it was locked" for line in asked if line not in record.inputs]
@@ -315,7 +362,14 @@ def _differences(folder: Path, name: str, record: Record | None, matrix: Matrix)
     lines += [f"edited: `{key}` was locked and is gone" for key in record.pins if key not in found]
     lines += [f"edited: `{key}` was never locked" for key in found if key not in record.pins]
     lines += [f"edited: hashes of `{key}`" for key in found if record.pins.get(key, found[key]) != found[key]]
+    lines += [f"edited: line {line} is an option, and a lock has pins only" for line in _options(folder, name)]
     return lines + _lint(folder, name, record.requires, matrix)
+
+
+def _options(folder: Path, name: str) -> list[int]:
+    """The lines that say how to install, such as `--extra-index-url`: reading a lock for its pins passes them over."""
+    lines = map(str.lstrip, (folder / f"{name}.txt").read_text(encoding="utf-8").splitlines())
+    return [n for n, line in enumerate(lines, start=1) if line.startswith("-") and not line.startswith("--hash=")]
 
 
 def _lint(folder: Path, name: str, requires: Mapping[str, Sequence[str]], matrix: Matrix) -> list[str]:

@@ -353,6 +353,17 @@ def test_a_file_and_its_line_in_record_edited_alike_are_found(workshop: Workshop
     assert found.why == "another build: its RECORD lists other files"
 
 
+@pytest.mark.parametrize("hashes", [False, True])
+def test_a_file_that_takes_the_place_of_an_installers_note_is_found_although_the_count_is_the_same(
+    workshop: Workshop, prefix: Path, hashes: bool
+) -> None:
+    (site(prefix) / "numpy-2.4.6.dist-info/INSTALLER").unlink()
+    assert look(prefix, workshop.lock, hashes=hashes) == []
+    (site(prefix) / "sitecustomize.py").write_text("")
+    (found,) = look(prefix, workshop.lock, hashes=hashes)
+    assert (found.name, found.found) == ("sitecustomize.py", "a file of no package")
+
+
 def test_an_archive_that_kept_whole_seconds_only_costs_no_hashing(
     workshop: Workshop, prefix: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -736,6 +747,60 @@ def test_the_file_alone_says_the_same_as_the_package(workshop: Workshop, prefix:
     )
     assert by_file.stderr == by_package.stderr != ""
     assert by_file.returncode == by_package.returncode == Exit.DRIFT
+
+
+def alone(python: Path, script: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The file, told of an environment and of nothing else."""
+    command = [sys.executable, "-I", "-S", str(script), "--python", str(python)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": "/usr/bin", **environ})
+
+
+@pytest.mark.parametrize(
+    ("folder", "named", "locks"),
+    [
+        ("cu128-py3.11", "", ["cu128"]),
+        ("cu130-py3.11-dev", "cu128", ["cu130", "dev"]),
+        ("py3.11-dev", "", ["dev"]),
+        ("mine", "", ["cu132"]),
+        ("mine", "cu128", ["cu128"]),
+        ("none-py3.11", "", ["cu132"]),
+        ("cu130-py3.11.building-7", "", ["cu132"]),
+        ("mine", "none", []),
+    ],
+)
+def test_an_environment_that_is_asked_about_alone_is_compared_with_what_its_folder_is_named_after(
+    tmp_path: Path, folder: str, named: str, locks: list[str]
+) -> None:
+    """Each lock pins one package, which bears the lock's own name."""
+    (tmp_path / "env").mkdir()
+    script = Path(shutil.copy(DRIFT, tmp_path / "env"))
+    (tmp_path / "env" / "variants.toml").write_text('default = "cu132"\n')
+    (tmp_path / "requirements").mkdir()
+    for name in ("cu128", "cu130", "cu132", "dev"):
+        (tmp_path / "requirements" / f"{name}.txt").write_text(f"of-{name}==1 {HASH}\n")
+    prefix = tmp_path / folder
+    site(prefix).mkdir(parents=True)
+    (prefix / "bin").mkdir()
+    (prefix / "bin" / "python").symlink_to(sys.executable)
+    (prefix / "pyvenv.cfg").write_text("home = /usr/bin\n")
+    done = alone(prefix / "bin" / "python", script, **({"DFLASH_VARIANT": named} if named else {}))
+    if not locks:
+        assert done.returncode == 2
+        assert done.stderr.endswith(f"no lock is known for `{prefix}/bin/python`: name it with --lock\n")
+        return
+    assert done.returncode == Exit.DRIFT, done.stderr
+    lines = [" ".join(line.split()) for line in done.stderr.splitlines()]
+    assert lines[0] == f"error: this environment is not the locked one ({locks[0]})"
+    assert lines[1:-1] == [f"of-{lock} locked 1 not found" for lock in locks]
+
+
+def test_a_copy_beside_a_lock_belongs_to_that_lock(workshop: Workshop, prefix: Path, tmp_path: Path) -> None:
+    script = Path(shutil.copy(DRIFT, tmp_path))
+    assert "no lock is known" in alone(prefix / "bin/python", script).stderr
+    shutil.copy(workshop.lock, tmp_path / "lock.txt")
+    done = alone(prefix / "bin/python", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("this environment is the locked one (lock): 6 packages, ")
 
 
 def test_a_lock_that_cannot_be_read_has_its_own_exit_code(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:

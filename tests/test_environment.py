@@ -340,9 +340,12 @@ def test_what_pip_is_told_holds_for_uv() -> None:
         "HTTPS_PROXY": "http://proxy:3128",
         "HTTP_PROXY": "http://proxy:3128",
     }
-    locking = index.uv_environment({}, told, only_main_index=True)
-    assert "UV_DEFAULT_INDEX" in locking
-    assert not {"UV_INDEX", "UV_FIND_LINKS"} & locking.keys()
+    further = {"UV_INDEX": "https://one", "UV_EXTRA_INDEX_URL": "https://two", "UV_FIND_LINKS": "/wheels"}
+    for own in ({}, further):
+        locking = index.uv_environment(own, told, only_main_index=True)
+        assert "UV_DEFAULT_INDEX" in locking
+        assert not further.keys() & locking.keys()
+    assert index.uv_environment(further, {}) == further
 
 
 def test_what_uv_is_told_itself_comes_first_and_what_bends_a_lock_goes() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -200,6 +200,92 @@ def test_a_missing_lock_and_a_record_that_cannot_be_read_are_refused(locked: Pat
     (locked / lock.RECORD).write_text('{"cu130": {"pins": 1}}')
     with pytest.raises(Failure, match=r"locks.json is not what `nox -s lock` wrote"):
         lock.check(locked)
+
+
+def test_what_is_asked_for_and_is_not_there_is_a_sentence(locked: Path) -> None:
+    (locked / "cu130.in").unlink()
+    assert "cu130: cu130.in is not what env/variants.toml says (torch==2.11.0)" in refusal(locked).details
+    (locked / "tools.in").unlink()
+    for act in (lock.check, lock.write):
+        with pytest.raises(Failure, match=r"tools\.in cannot be read: No such file or directory") as caught:
+            act(locked)
+        assert caught.value.code == Exit.LOCK
+        assert caught.value.hint == "`git checkout -- requirements/tools.in` brings it back"
+
+
+@pytest.mark.parametrize(
+    "text", ["<<<<<<< ours\n", "[]", '{"cu130": {"inputs": [], "pins": 1, "requires": {}}}', "\xff"]
+)
+def test_a_record_that_cannot_be_read_is_refused(locked: Path, text: str) -> None:
+    (locked / lock.RECORD).write_text(text, encoding="latin-1")
+    with pytest.raises(Failure, match=r"locks.json is not what `nox -s lock` wrote") as caught:
+        lock.check(locked)
+    assert caught.value.hint == "`nox -s lock`"
+
+
+def conflict(text: str) -> str:
+    return f"<<<<<<< ours\n{text}=======\n>>>>>>> theirs\n"
+
+
+def without_a_hash(text: str) -> str:
+    return text.partition("    --hash=")[0].rstrip(" \\\n") + "\n"
+
+
+def twice(text: str) -> str:
+    return text + text
+
+
+@pytest.mark.parametrize("damage", [conflict, without_a_hash, twice, lambda _: "\xff"])
+def test_a_damaged_lock_is_made_anew_as_it_was_although_the_index_has_moved_on(
+    locked: Path, package_index: Wheelhouse, capsys: pytest.CaptureFixture[str], damage: Callable[[str], str]
+) -> None:
+    before = contents(locked)
+    package_index.add("rich", "1.1")
+    (locked / "cu130.txt").write_text(damage(before["cu130.txt"]), encoding="latin-1")
+    with pytest.raises(Failure) as caught:
+        lock.check(locked)
+    assert "`nox -s lock`" in str(caught.value.hint)
+    capsys.readouterr()
+    assert lock.write(locked) == 0
+    assert contents(locked) == before
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert ("; cu130 is made anew from the record\n" in told.err) == (damage is not twice)
+
+
+def test_a_damaged_record_is_made_anew_and_that_versions_may_move_is_said(
+    locked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(locked)
+    (locked / lock.RECORD).write_text(conflict(before[lock.RECORD]))
+    assert lock.write(locked) == 0
+    assert contents(locked) == before
+    told = capsys.readouterr().err
+    assert "locks.json is not what `nox -s lock` wrote" in told
+    assert "without it no version counts as locked, and each may move" in told
+
+
+@pytest.mark.parametrize("line", ["--extra-index-url http://evil.example/simple", "  -f /wheels", "--pre"])
+def test_an_option_in_a_lock_is_refused_and_taken_out(locked: Path, line: str) -> None:
+    before = contents(locked)
+    (locked / "cu130.txt").write_text(f"{line}\n{before['cu130.txt']}")
+    assert refusal(locked).details == ("cu130: edited: line 1 is an option, and a lock has pins only",)
+    assert lock.write(locked) == 0
+    assert contents(locked) == before
+
+
+def test_a_further_index_that_uv_is_told_of_has_no_say_and_that_is_said(
+    locked: Path, package_index: Wheelhouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    before = contents(locked)
+    other = Wheelhouse(tmp_path / "other")
+    other.add("rich", "1.2")
+    with other.served() as address:
+        monkeypatch.setenv("UV_EXTRA_INDEX_URL", address)
+        assert lock.write(locked, upgrade=True) == 0
+    assert contents(locked) == before
+    assert "UV_EXTRA_INDEX_URL has no say here: locks are made from the main index alone" in capsys.readouterr().err
 
 
 def test_the_variants_agree_wherever_torch_lets_them(locked: Path, package_index: Wheelhouse) -> None:
