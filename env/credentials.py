@@ -31,6 +31,9 @@ OTHERS = (
     "no_proxy",
 )
 
+UNKNOWN = ("SSL_CERT_DIR", "SSL_CLIENT_CERT")
+"""What uv heeds, and the build's steps are not given."""
+
 COMMAS = frozenset({"UV_FIND_LINKS", "NO_PROXY", "no_proxy"})
 """Their words stand between commas, the others' between spaces."""
 
@@ -52,6 +55,8 @@ def options(environ: Mapping[str, str], settings: Mapping[str, str], folder: Pat
         # of an index with a name
         *(f"{name}={value}\n" for name, value in known.items() if re.fullmatch(_LOGIN, name)),
     ]
+    for name in (name for name in UNKNOWN if known.get(name)):
+        say(f"{name} is set, which a build has no secret for: left out")
     found = []
     if lines:
         found += ["--secret", _secret("index", _kept(folder / "index", "".join(lines)))]

@@ -33,10 +33,18 @@ def test_a_folder_of_wheels_that_a_build_cannot_see_is_left_out_aloud(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert credentials.options({}, {"find-links": "/some/where"}, tmp_path) == []
-    assert (
-        "UV_FIND_LINKS names a place that is no http address, which a build cannot see: left out"
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert said == "dflash: UV_FIND_LINKS names a place that is no http address, which a build cannot see: left out\n"
+
+
+def test_a_certificate_that_the_build_has_no_secret_for_is_left_out_aloud(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert credentials.options({"SSL_CERT_DIR": "/some"}, {"client-cert": "/some/where.pem"}, tmp_path) == []
+    assert capsys.readouterr().err.splitlines() == [
+        "dflash: SSL_CERT_DIR is set, which a build has no secret for: left out",
+        "dflash: SSL_CLIENT_CERT is set, which a build has no secret for: left out",
+    ]
 
 
 @pytest.mark.parametrize(
