@@ -161,3 +161,42 @@ def test_a_signal_ends_what_is_under_way_and_the_engine_s_program_that_it_reads(
     assert "Traceback" not in said
     assert not Path("/proc", pid.read_text().strip()).exists()
     assert list(scratch.iterdir()) == []
+
+
+DOCKER = """#!{python}
+import json, pathlib, sys
+told = dict(zip(sys.argv, sys.argv[1:]))
+if sys.argv[1:3] == ["buildx", "build"] and told["--target"] == "cache-ids":
+    folder = pathlib.Path(told["--output"].partition("dest=")[2])
+    folder.mkdir()
+    (folder / "cache-ids.json").write_text(json.dumps({{"cpu": ["c" * 64], "h200": ["a" * 64]}}))
+elif sys.argv[1:3] == ["buildx", "build"]:
+    if told["--output"].startswith("type=oci"):
+        pathlib.Path(told["--output"].split(",")[1].removeprefix("dest=")).write_text("new")
+    pathlib.Path(told["--metadata-file"]).write_text(json.dumps({{"containerimage.digest": "{built}"}}))
+elif sys.argv[1:3] == ["image", "inspect"]:
+    print("{kept}")
+"""
+"""An engine's program that builds at once, and whose engine has what it is told to have."""
+
+
+@pytest.mark.parametrize("kept", ["a", "b"])
+def test_a_build_ends_well_only_if_the_engine_has_what_was_built(tmp_path: Path, kept: str) -> None:
+    built = f"sha256:{'a' * 64}"
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    program.write_text(DOCKER.format(python=sys.executable, built=built, kept=f"sha256:{kept * 64}"))
+    program.chmod(0o755)
+    path = f"{program.parent}:{os.environ['PATH']}"
+    done = run("--base", BASE, PATH=path)
+    if kept == "a":
+        assert (done.returncode, done.stdout) == (Exit.DONE, f"dflash:cu130@{built}\n"), done.stderr
+    else:
+        assert (done.returncode, done.stdout) == (Exit.HOST, "")
+        assert "error: dflash:cu130 in the engine is not what was built\n" in done.stderr
+    place = tmp_path / "image.tar"
+    place.write_text("old")
+    done = run("--base", BASE, "--output", f"oci:{place}", PATH=path)
+    assert (done.returncode, done.stdout) == (Exit.DONE, f"{place} {built}\n"), done.stderr
+    assert {each.name for each in tmp_path.iterdir()} == {"bin", "image.tar"}
+    assert place.read_text() == "new"

@@ -136,4 +136,14 @@ def test_an_engine_that_does_not_have_what_was_built_is_not_called_loaded(toy: s
         assert refused.value.code == Exit.HOST
         assert refused.value.details == (f"built    sha256:{'0' * 64}", f"engine   {found}")
         assert "BUILDX_BUILDER" in str(refused.value.hint)
-    output.read(f"load:{toy}", "cu130").require_arrived(stored.find(toy).digest)
+
+
+def test_the_digest_that_the_builder_tells_is_the_one_that_the_engine_has(
+    docker_engine: Engine, tmp_path: Path
+) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
+    where = output.read("load:told:1", "cu130")
+    words = ["--provenance=false", "--output", where.option, "--metadata-file", str(tmp_path / "told.json")]
+    docker_engine.docker("buildx", "build", *words, tmp_path)
+    where.require_arrived(json.loads((tmp_path / "told.json").read_text())["containerimage.digest"])
+    docker_engine.docker("image", "rm", "told:1")
