@@ -17,6 +17,11 @@ from env.errors import Exit, Failure
 Launcher = Literal["processes", "threads"]
 MOST = 64
 """Workers on a node without GPUs: each takes a gigabyte, and a slip of the finger must not start a thousand."""
+NUMBERS = frozenset((
+    "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout",
+    "keep_alive_interval", "keep_alive_max_attempt",
+))  # fmt: skip
+"""Settings of torch's rendezvous that are whole numbers."""
 FORMS = "`T:D` (targets:drafters, as in `5:3`) or `colocated` (`colocated:N` for N workers)"
 
 
@@ -226,9 +231,29 @@ def planned(
             raise Failure(Exit.USAGE, f"{nodes.nnodes} nodes need {' and '.join(missing)}")
         if launcher == "threads":
             raise Failure(Exit.USAGE, "--launcher threads: threads of one process are on one node, not on several")
+    _require_rendezvous(nodes)
     if nodes.node_rank >= nodes.nnodes:
         raise Failure(Exit.USAGE, f"--node-rank {nodes.node_rank} is not one of {nodes.nnodes} nodes (0 is the first)")
     return Plan(topology=topology, launcher=launcher, nodes=nodes, max_restarts=max_restarts)
+
+
+def _require_rendezvous(nodes: Nodes) -> None:
+    """Refuse settings that torch would stumble over once all is prepared."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    for key, value in nodes.rdzv_conf.items():
+        if key in NUMBERS and not re.fullmatch(r"0*[1-9]\d{0,8}", value.strip()):
+            message = f"--rdzv-conf {key}={value}: must be a whole number from 1 on"
+            raise Failure(Exit.USAGE, message, hint="as in `--rdzv-conf join_timeout=600`")
+    store = nodes.rdzv_conf.get("store_type", "tcp").strip().lower()
+    if store not in {"tcp", "file"}:
+        raise Failure(Exit.USAGE, f"--rdzv-conf store_type={store}: must be `tcp` or `file`")
+    if store == "tcp":
+        try:
+            parse_rendezvous_endpoint(nodes.rdzv_endpoint, default_port=0)
+        except ValueError:
+            message = f"--rdzv-endpoint {nodes.rdzv_endpoint}: must be HOST:PORT, the port a number below 65536"
+            raise Failure(Exit.USAGE, message, hint="as in `--rdzv-endpoint node0:29400`") from None
 
 
 def require_shardable(topology: Topology, launcher: Literal["processes", "threads"], accumulate: int) -> None:

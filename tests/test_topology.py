@@ -83,6 +83,16 @@ def test_what_cannot_be_is_refused_with_both_values(
     [
         (Nodes(nnodes=2), "processes", None, "2 nodes need --rdzv-endpoint HOST:PORT of node 0 and --run FOLDER"),
         (Nodes(nnodes=2, rdzv_endpoint="a:1"), "threads", "runs/a", "threads of one process are on one node"),
+        (
+            Nodes(rdzv_conf={"join_timeout": "abc"}),
+            "processes",
+            None,
+            "--rdzv-conf join_timeout=abc: must be a whole number",
+        ),
+        (Nodes(rdzv_conf={"read_timeout": "0"}), "processes", None, "read_timeout=0: must be a whole number from 1 on"),
+        (Nodes(rdzv_conf={"store_type": "etcd"}), "processes", None, "store_type=etcd: must be `tcp` or `file`"),
+        (Nodes(rdzv_endpoint="node0:abc"), "processes", None, "--rdzv-endpoint node0:abc: must be HOST:PORT"),
+        (Nodes(rdzv_endpoint="node0:65536"), "processes", None, "the port a number below 65536"),
         (Nodes(node_rank=1), "processes", None, "--node-rank 1 is not one of 1 nodes"),
     ],
 )
@@ -92,6 +102,15 @@ def test_nodes_that_could_not_find_each_other_are_refused(
     failure = refusal(topology.planned, "1:1", launcher, nodes, 3, recipe=config.load("tiny").optimizer, run=run)
     assert failure.code == Exit.USAGE
     assert sentence in failure.message
+
+
+def test_what_torch_s_rendezvous_takes_is_let_through() -> None:
+    for endpoint in ("node0:29400", "10.0.0.1", "[::1]:29400"):
+        nodes = Nodes(nnodes=2, rdzv_endpoint=endpoint, rdzv_conf={"join_timeout": " 20", "timeout": "any"})
+        plan = topology.planned("1:1", "processes", nodes, 3, recipe=config.load("tiny").optimizer, run="runs/a")
+        assert plan.nodes == nodes
+    file = Nodes(rdzv_endpoint="a/file:with:colons", rdzv_conf={"store_type": "file"})
+    topology.planned("1:1", "processes", file, 3, recipe=config.load("tiny").optimizer, run=None)
 
 
 def test_an_uneven_split_and_an_option_without_effect_are_said() -> None:
