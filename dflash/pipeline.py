@@ -196,8 +196,7 @@ def own_target(course: Course) -> small_target.Summary:
             if metrics is None:
                 metrics = run.Metrics(folder, "target_metrics", step - 1)
             metrics.add(step, {"loss": numbers["loss"], "lr": numbers["lr"]})
-            bar.done = step - 1
-            bar.advance(loss=numbers["loss"], tokens=recipe.rows * recipe.sequence)
+            bar.reached(step, loss=numbers["loss"], tokens=recipe.rows * recipe.sequence)
 
         try:
             made = small_target.train(
@@ -249,8 +248,8 @@ def packed(course: Course, target: targets.Target) -> data.Rows:
     settings = course.request.settings
     with course.phases.measured("samples"), _track(course, "writing samples", settings.data.prompts, "samples") as bar:
 
-        def watch(count: int) -> None:
-            bar.advance(count)
+        def watch(count: int, *, made: bool) -> None:
+            bar.advance(count) if made else bar.skip(count)
             course.check(f"{bar.done} of {bar.total} samples are kept in `{course.folder}`")
 
         samples = regenerate.samples(
@@ -281,8 +280,7 @@ def trained(
     with course.phases.measured("drafter"), _track(course, "training the drafter", total) as bar:
 
         def watch(step: trainer.Step) -> None:
-            bar.done = step.step - 1
-            bar.advance(loss=step.loss, tokens=step.tokens, note=step.note)
+            bar.reached(step.step, loss=step.loss, tokens=step.tokens, note=step.note)
 
         outcome = trainer.train(
             request.settings,

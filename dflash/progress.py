@@ -29,18 +29,16 @@ WINDOW = 30.0
 class Track:
     """One piece of work of known size, measured as it advances."""
 
-    def __init__(
-        self, title: str, total: int, *, done: int, unit: str, status: str, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, title: str, total: int, *, unit: str, status: str, clock: Callable[[], float]) -> None:
         """See `track`."""
-        self.title, self.total, self.done, self.unit, self.status = title, total, done, unit, status
+        self.title, self.total, self.done, self.unit, self.status = title, total, 0, unit, status
         self.loss: float | None = None
         self.note = ""
         self.clock = clock
         self.began = clock()
         self._tokens = 0
         self._marks: deque[tuple[float, int]] = deque([(self.began, 0)])
-        self._units: deque[tuple[float, int]] = deque([(self.began, done)])
+        self._units: deque[tuple[float, int]] = deque([(self.began, 0)])
         self._show: Callable[[], None] = lambda: None
 
     def advance(self, count: int = 1, *, loss: float | None = None, tokens: int = 0, note: str = "") -> None:
@@ -62,6 +60,18 @@ class Track:
         self.done += count
         now = self.clock()
         self._marks, self._units = deque([(now, self._tokens)]), deque([(now, self.done)])
+
+    def reached(self, unit: int, *, loss: float | None = None, tokens: int = 0, note: str = "") -> None:
+        """Say that unit number `unit` (1, 2, ...) is done, as `advance` does.
+
+        Those before the first that is told of were an earlier start's. They say nothing about the speed, and neither
+        does the time until then: it goes into reading and compiling.
+        """
+        if unit == self.done + 1:
+            self.advance(loss=loss, tokens=tokens, note=note)
+        else:
+            self.skip(unit - self.done)
+            self.advance(0, loss=loss, note=note)
 
     @property
     def speed(self) -> float | None:
@@ -102,7 +112,6 @@ def track(
     title: str,
     total: int,
     *,
-    done: int = 0,
     unit: str = "steps",
     status: str = "",
     stream: TextIO | None = None,
@@ -113,13 +122,12 @@ def track(
     Args:
         title: what is being done, such as `training the drafter`.
         total: units that it takes.
-        done: units that an earlier start has done.
         unit: what is counted.
         status: what every line must say beside the numbers, such as `environment drifted`; empty for nothing.
         stream: where to; standard error unless given.
         clock: seconds, rising.
     """
-    work = Track(title, total, done=done, unit=unit, status=status, clock=clock)
+    work = Track(title, total, unit=unit, status=status, clock=clock)
     stream = sys.stderr if stream is None else stream
     terminal = stream.isatty() and os.environ.get("TERM") not in {"dumb", "unknown"}
     with _bar(work, stream) if terminal else _lines(work, stream):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import safetensors
@@ -83,6 +84,13 @@ def continuations(target: Target, prompt: Tensor, new_tokens: int) -> list[list[
     return [row[:length] for row, length in zip(whole.tolist(), lengths.tolist(), strict=True)]
 
 
+class Watch(Protocol):
+    """What is told of samples as they come."""
+
+    def __call__(self, count: int, /, *, made: bool) -> None:
+        """Take how many came, and whether the target has just made them: an earlier start may have."""
+
+
 def samples(
     settings: config.Config,
     text: Text,
@@ -90,7 +98,7 @@ def samples(
     folder: Path,
     *,
     seed: int,
-    watch: Callable[[int], None],
+    watch: Watch,
 ) -> list[Sample]:
     """Prompts of the training documents with the target's answers, kept in `folder/samples` as they are made.
 
@@ -102,7 +110,7 @@ def samples(
         target: who answers.
         folder: the run's.
         seed: decides which prompts are cut.
-        watch: takes the number of samples that were just added; may raise to stop, and nothing is lost then.
+        watch: told of the samples that were just added; may raise to stop, and nothing is lost then.
 
     Raises:
         Failure: Exit.USAGE, when no prompts are asked for; Exit.INPUT, when the text has too few; Exit.STORAGE, when
@@ -119,11 +127,12 @@ def samples(
         file = folder / "samples" / f"{number:05d}.safetensors"
         key = _key(weights, part, wanted.response_tokens, stop_tokens(target))
         found = _read(file, key)
+        missing = found is None
         if found is None:
             found = continuations(target, part, wanted.response_tokens)
             _write(file, key, found)
         made += [_sample(prompt, answer) for prompt, answer in zip(part, found, strict=True)]
-        watch(len(part))
+        watch(len(part), made=missing)
     return made
 
 

@@ -153,8 +153,7 @@ def status_line(job: Job, total: int, first: Callable[[], None]) -> Iterator[Cal
             if not begun:
                 first()
             begun = True
-            bar.done = step.step - 1
-            bar.advance(loss=step.loss, tokens=step.tokens, note=step.note)
+            bar.reached(step.step, loss=step.loss, tokens=step.tokens, note=step.note)
 
         yield watch
 

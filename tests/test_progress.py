@@ -9,11 +9,14 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
 
 from dflash.progress import duration, track
+from dflash.trainer import Step
+from dflash.worker import Job, status_line
 
 ROOT = Path(__file__).parents[1]
 WORK = """
@@ -125,9 +128,9 @@ def test_work_survives_that_whoever_read_its_lines_has_gone() -> None:
     assert work.done == 1
 
 
-def lines(steps: int, seconds: float, **more: object) -> list[str]:
+def lines(steps: int, seconds: float) -> list[str]:
     stream, clock = io.StringIO(), Clock()
-    with track("training", 1000, stream=stream, clock=clock, **more) as work:  # type: ignore[arg-type]
+    with track("training", 1000, stream=stream, clock=clock) as work:
         for _ in range(steps):
             clock.now += seconds
             work.advance(loss=1.5, tokens=100)
@@ -154,9 +157,36 @@ def test_work_that_is_cut_short_says_where_it_stopped() -> None:
 
 
 def test_work_that_is_taken_up_again_measures_its_own_speed_only() -> None:
-    told = lines(10, 6.0, done=900)
-    assert told[0] == "training: 900 of 1,000 steps"
-    assert "901 of 1,000 steps, loss 1.500, 17 tokens/s, 9:54 left" in told[1]
+    stream, clock = io.StringIO(), Clock()
+    with track("training", 384, stream=stream, clock=clock) as work:
+        clock.now += 14  # compiling
+        work.reached(301, loss=1.5, tokens=100)
+        for step in range(302, 322):
+            clock.now += 0.5
+            work.reached(step, loss=1.5, tokens=100)
+    told = stream.getvalue().splitlines()
+    assert told[1:] == [
+        "training: 301 of 384 steps, loss 1.500",
+        "training: 311 of 384 steps, loss 1.500, 200 tokens/s, 0:36 left",
+        "training: 321 of 384 steps, loss 1.500, 200 tokens/s, 0:32 left",
+        "training: stopped at 321 of 384 steps, loss 1.500, 200 tokens/s, 0:32 left",
+    ]
+
+
+def test_a_worker_that_takes_training_up_again_tells_the_time_left_by_its_own_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {name: str(tmp_path) for name in ("target", "rows", "folder")}
+    job = Job(tables={}, seed=0, **names, topology=[0, 1], launcher="processes", status="environment changed")
+    with status_line(job, 384, lambda: None) as watch:
+        for number in (301, 302):
+            time.sleep(0.2)
+            watch(Step(step=number, total=384, loss=1.5, tokens=100, seconds=0.2))
+    last = capsys.readouterr().err.splitlines()[-1]
+    found = re.search(r"stopped at 302 of 384 steps, loss 1\.500, \d+ tokens/s, (\d+):(\d\d) left", last)
+    assert found, last
+    assert int(found[1]) * 60 + int(found[2]) >= 16
+    assert last.endswith("[environment changed]")
 
 
 def test_what_is_not_known_is_not_shown() -> None:

@@ -45,7 +45,7 @@ def settings(**data: int) -> config.Config:
 
 
 def samples(whole: target.Target, folder: Path, *, seed: int = 0, **data: int) -> list[Sample]:
-    return regenerate.samples(settings(**data), TEXT, whole, folder, seed=seed, watch=lambda _count: None)
+    return regenerate.samples(settings(**data), TEXT, whole, folder, seed=seed, watch=lambda _count, *, made: None)
 
 
 def same(first: list[Sample], second: list[Sample]) -> bool:
@@ -139,15 +139,21 @@ def test_samples_mark_the_answer_and_only_the_answer(tmp_path: Path) -> None:
 def test_samples_do_not_depend_on_where_a_run_was_interrupted(tmp_path: Path) -> None:
     whole = tiny()
     unbroken = samples(whole, tmp_path / "unbroken")
+    told: list[tuple[int, bool]] = []
 
-    def stop(_count: int) -> None:
+    def count(count: int, *, made: bool) -> None:
+        told.append((count, made))
+
+    def stop(_count: int, *, made: bool) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         regenerate.samples(settings(), TEXT, whole, tmp_path / "broken", seed=0, watch=stop)
     kept = stamps(tmp_path / "broken")
     assert list(kept) == ["00000.safetensors"]
-    assert same(samples(whole, tmp_path / "broken"), unbroken)
+    again = regenerate.samples(settings(), TEXT, whole, tmp_path / "broken", seed=0, watch=count)
+    assert same(again, unbroken)
+    assert told == [(128, False), (22, True)]
     assert stamps(tmp_path / "broken")["00000.safetensors"] == kept["00000.safetensors"]
     for name in ("00000.safetensors", "00001.safetensors"):
         files = [tmp_path / run / "samples" / name for run in ("broken", "unbroken")]
@@ -194,10 +200,10 @@ from pathlib import Path
 import test_regenerate as tests
 from dflash import regenerate
 regenerate.BATCH = 4
-made = []
-def watch(count):
-    made.append(count)
-    if len(made) == 3:
+counts = []
+def watch(count, *, made):
+    counts.append(count)
+    if len(counts) == 3:
         print("three", flush=True)
 regenerate.samples(tests.settings(), tests.TEXT, tests.tiny(), Path({str(tmp_path)!r}), seed=0, watch=watch)
 """
