@@ -158,6 +158,8 @@ def _carry_out(course: Course) -> None:
         name, facts = course.request.target, {"name": course.request.target}
     target = targets.load(name, device=course.device, dtype=DTYPES[settings.precision.compute])
     targets.check(target, settings.drafter)
+    if course.request.target is not None:
+        run.keep_target(folder, name, targets.digest(target))
     rows, kept = read(course, target)
     outcome = trained(course, name, rows, target, kept)
     sha256 = export.write(folder / "drafter", outcome.drafter, settings)

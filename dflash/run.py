@@ -20,7 +20,13 @@ ENVIRONMENT = "DFLASH_ENVIRONMENT"
 """Names the environment record that the launcher wrote; a trainer started without one says so."""
 
 GIVEN = "given.json"
-"""What decides a run's numbers: a rerun with anything else is refused."""
+"""What decides a run's numbers: a rerun with anything else is refused. A target goes by its weights, see `TARGET`."""
+
+TARGET = "target.json"
+"""The digest of the weights of a target that was named."""
+
+RECORD = "environment.json"
+"""The environment that a run began in; what was other in a later start stands there under `resumed`."""
 
 
 def choose(parent: Path, name: str, given: dict[str, Any]) -> Path:
@@ -37,7 +43,7 @@ def choose(parent: Path, name: str, given: dict[str, Any]) -> Path:
         raise storage.refusal(error, "look for runs", parent) from error
     if found:
         newest = found[max(found)]
-        if not finished(newest) and _was_given(newest) == given:
+        if not finished(newest) and _was_given(newest) == _placed(given):
             return newest
     number = max(found, default=0) + 1
     return parent / (name if number == 1 else f"{name}-{number}")
@@ -52,35 +58,66 @@ def finished(folder: Path) -> bool:
 def occupied(folder: Path, settings: config.Config, given: dict[str, Any]) -> Iterator[bool]:
     """Hold a run's folder, made if need be, against a second trainer; yields whether the run had been begun before.
 
+    What writers that were killed have left half-written is removed.
+
     Raises:
         Failure: Exit.STORAGE, when the folder cannot be written; Exit.USAGE, when another process trains in it, or it
-            belongs to a run that was given something else.
+            belongs to a run that was given something else; Exit.DRIFT, when that run began in another environment.
     """
     message = f"another process is training in `{folder}`"
     busy = Failure(Exit.USAGE, message, hint="name another folder with `--run`")
     with storage.held(folder / ".lock", "keep a run", busy):
-        before = _was_given(folder)
-        if before is not None and before != given:
+        before, now = _was_given(folder), _placed(given)
+        if before is not None and before.get("target") and now.get("target") and (folder / TARGET).exists():
+            before["target"] = now["target"]  # whether it is the same one, its weights say: `keep_target`
+        if before is not None and before != now:
             raise Failure(
                 Exit.USAGE,
                 f"`{folder}` holds a run that was given something else",
-                details=list(_differences(before, given)),
+                details=list(_differences(before, now)),
                 hint="name another folder with `--run`, or give the same again to resume",
             )
         if before is None:
             storage.write(folder / "config.json", _json(config.to_tables(settings)))
-            _keep_environment(folder)
+            write_json(folder / RECORD, _handed())
             storage.write(folder / GIVEN, _json(given))
+        else:
+            _go_on_in(folder, _handed())
+            for place in (folder, folder / "checkpoints", folder / "samples", *folder.glob("target-training-*")):
+                storage.sweep(place)
         yield before is not None
 
 
+def keep_target(folder: Path, name: str, sha256: str) -> None:
+    """Hold a run to the weights of the target that it began with, whatever path they are read from.
+
+    Args:
+        folder: the run's, which is held.
+        name: what the target is called now.
+        sha256: its weights' (`target.digest`).
+
+    Raises:
+        Failure: Exit.USAGE, when the run began with others; Exit.STORAGE, when the disk refuses.
+    """
+    kept = _read(folder / TARGET)
+    if kept is None:
+        write_json(folder / TARGET, {"sha256": sha256})
+    elif kept.get("sha256") != sha256:
+        raise Failure(
+            Exit.USAGE,
+            f"the target `{name}` is not the one that the run in `{folder}` began with",
+            details=[f"sha256 of its weights: was {kept.get('sha256')}, is {sha256}"],
+            hint="name another folder with `--run`, or give the same target again to resume",
+        )
+
+
 def environment(folder: Path) -> dict[str, Any]:
-    """The environment record that a run keeps."""
-    return _read(folder / "environment.json") or {}
+    """The environment record that a run keeps, with what was other in later starts."""
+    return _read(folder / RECORD) or {}
 
 
 def drifted(folder: Path) -> str:
-    """What every status line of a run must say about its environment; empty when it is the locked one."""
+    """What every status line of a run must say of its environments; empty when each start's was the same locked one."""
     return _status(environment(folder))
 
 
@@ -91,9 +128,14 @@ def drifted_now() -> str:
 
 
 def _status(record: dict[str, Any]) -> str:
-    if record.get("drift"):
+    starts = [record, *record.get("resumed", [])]
+    if any(start.get("drift") for start in starts):
         return "environment drifted"
-    return "" if record.get("env_id") else "environment not checked"
+    began = record.get("env_id")
+    seen = {start.get("env_id", began) for start in starts}
+    if len(seen - {None}) > 1:
+        return "environment changed"
+    return "environment not checked" if None in seen else ""
 
 
 def caches(folder: Path) -> dict[str, Any]:
@@ -185,13 +227,21 @@ def _read(path: Path) -> dict[str, Any] | None:
     return content
 
 
+def _placed(given: dict[str, Any]) -> dict[str, Any]:
+    """The same with a target's folder by its place, however that is spelled."""
+    target = given.get("target")
+    if isinstance(target, str) and os.path.isdir(target):  # noqa: PTH112  # unlike `Path.is_dir`, it never raises
+        return {**given, "target": os.path.realpath(target)}
+    return given
+
+
 def _was_given(folder: Path) -> dict[str, Any] | None:
-    """What a run was given; keys that its configuration did not know yet have the values that they stand for."""
+    """What a run was given, as `_placed` has it; keys that its configuration did not know yet have their defaults."""
     before = _read(folder / GIVEN)
     if before is not None and isinstance(before.get("config"), dict):
         with suppress(Failure):  # one that is no configuration any more differs as it is
             before["config"] = config.to_tables(config.parse(before["config"], str(folder / GIVEN)))
-    return before
+    return None if before is None else _placed(before)
 
 
 def _require_whole(path: Path, lines: Sequence[bytes], step: int) -> None:
@@ -207,14 +257,54 @@ def _require_whole(path: Path, lines: Sequence[bytes], step: int) -> None:
         )
 
 
-def _keep_environment(folder: Path) -> None:
+def _handed() -> dict[str, Any]:
+    """The record of the environment that this start runs in."""
     handed = os.environ.get(ENVIRONMENT)
-    record: Any = {"env_id": None, "drift": [], "note": "started without the launcher, compared with no lock"}
-    if handed is not None:
-        record = _read(Path(handed))
-        if record is None:
-            raise Failure(Exit.INPUT, f"{ENVIRONMENT} names `{handed}`, which does not exist")
-    write_json(folder / "environment.json", record)
+    if handed is None:
+        return {"env_id": None, "drift": [], "note": "started without the launcher, compared with no lock"}
+    record = _read(Path(handed))
+    if record is None:
+        raise Failure(Exit.INPUT, f"{ENVIRONMENT} names `{handed}`, which does not exist")
+    return record
+
+
+def _go_on_in(folder: Path, now: dict[str, Any]) -> None:
+    """Add to a run's record what is other in this start; another locked set is refused, unless that was asked for."""
+    began = environment(folder)
+    earlier = began.pop("resumed", [])
+    old, new = began.get("env_id"), now.get("env_id")
+    if old and new and old != new and not now.get("drift_allowed"):
+        keys = ("variant", "python", "torch", "env_id")
+        was, is_ = ({key: record.get(key) for key in keys} for record in (began, now))
+        raise Failure(
+            Exit.DRIFT,
+            f"the run in `{folder}` began in another environment than this one",
+            details=list(_differences(was, is_)),
+            hint=f"{_back(was, is_)}`--allow-drift` goes on in this one and records that; `--run` names another folder",
+        )
+    other = _other(began, now)
+    if other and other not in earlier:
+        write_json(folder / RECORD, {**began, "resumed": [*earlier, other]})
+
+
+def _back(began: dict[str, Any], now: dict[str, Any]) -> str:
+    """How to get the environment that a run began in, as far as options of the launcher can say it."""
+    was, python = (str(record["python"] or "").split(".")[:2] for record in (began, now))
+    options = [f"--variant {began['variant']}"] if began["variant"] and began["variant"] != now["variant"] else []
+    options += [f"--python {'.'.join(was)}"] if any(was) and was != python else []
+    return f"`nox -s train -- {' '.join(options)}` goes on in the one that it began in; " if options else ""
+
+
+def _other(began: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Values that are other than they were, tables by their entries; None for what there is no more."""
+    found = {}
+    for key in dict.fromkeys((*began, *now)):
+        old, new = began.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            old, new = {}, _other(old, new)
+        if old != new:
+            found[key] = new
+    return found
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], place: str = "") -> Iterator[str]:

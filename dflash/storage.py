@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,15 @@ def new_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
+
+
+def sweep(folder: Path) -> None:
+    """Remove what `write` and `new_folder` had begun in a folder when they were killed; nobody may be at work there."""
+    for path in folder.glob(".*"):
+        if re.fullmatch(r"\..+\.\d+", path.name):
+            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def sha256(path: Path) -> str:

@@ -260,13 +260,19 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Values by dotted name. Drifts go by package; a value of None is as good as none."""
+    """Values by dotted name. Drifts go by package; a value of None is as good as none.
+
+    What was other in the second start of a run stands under `resumed.1`, and so on.
+    """
     flat: dict[str, str] = {}
     for key, value in record.items():
         if key == "drift":
-            for item in value:
+            for item in value or ():
                 told = (f"{item['locked'] or 'not locked'} -> {item['found'] or 'not found'}", item.get("why", ""))
-                flat[f"drift.{item['name']}"] = ", ".join(filter(None, told))
+                flat[f"{prefix}drift.{item['name']}"] = ", ".join(filter(None, told))
+        elif key == "resumed":
+            for number, other in enumerate(value, start=1):
+                flat.update(_flat(other, f"{key}.{number}."))
         elif isinstance(value, Mapping):
             flat.update(_flat(value, f"{prefix}{key}."))
         elif isinstance(value, list):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import micro
 import pytest
+import safetensors.torch
 
 from env.errors import Exit
 
@@ -211,6 +213,25 @@ def test_without_a_compiler_a_run_says_so(trainer: Trainer, whole: Path, monkeyp
     code, err = trainer.refused("--run", "compilerless", "--target", str(whole / "target"))
     assert code == Exit.HOST
     assert "no C++ compiler" in err
+
+
+def test_a_target_that_was_trained_anew_between_two_starts_is_refused_and_its_path_may_be_spelled_otherwise(
+    trainer: Trainer, whole: Path
+) -> None:
+    folder, target = trainer.folder / "retrained", trainer.folder / "m"
+    shutil.copytree(whole / "target", target)
+    process = trainer.start("--run", str(folder), "--target", "m")
+    wait_for((folder / "target.json").exists, process)
+    process.kill()
+    process.communicate()
+    kept = json.loads((folder / "target.json").read_text())["sha256"]
+    tensors = safetensors.torch.load_file(target / "model.safetensors")
+    next(iter(tensors.values()))[0] += 1
+    safetensors.torch.save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    code, err = trainer.refused("--run", str(folder), "--target", "./m")
+    assert code == Exit.USAGE
+    assert "error: the target `./m` is not the one that the run in" in err
+    assert f"sha256 of its weights: was {kept}, is " in err
 
 
 def test_a_checkpoint_that_was_cut_short_is_refused(trainer: Trainer, whole: Path) -> None:

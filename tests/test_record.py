@@ -276,6 +276,18 @@ def test_each_value_that_differs_is_found_and_no_other() -> None:
     assert record.compare(sample(), sample()) == []
 
 
+def test_what_was_other_in_a_later_start_of_a_run_is_a_difference() -> None:
+    six = {"name": "six", "locked": None, "found": "1.17.0", "why": ""}
+    other = sample(
+        resumed=[{"variant": "cu128", "drift": [six], "packages": {"numpy": None}}, {"driver": "590.1", "drift": None}]
+    )
+    assert record.compare(sample(), other) == [
+        record.Difference("resumed.1.variant", None, "cu128"),
+        record.Difference("resumed.1.drift.six", None, "not locked -> 1.17.0"),
+        record.Difference("resumed.2.driver", None, "590.1"),
+    ]
+
+
 def test_two_runs_differences_are_printed_side_by_side_and_are_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from dflash import config, run
 from dflash.stopping import Stopped, listening
 from env.errors import Exit, Failure
 
+ROOT = Path(__file__).parent.parent
 TINY = config.load("tiny")
 GIVEN = {"seed": 0, "config": {"shapes": {"rows": 6}}}
 
@@ -102,6 +103,148 @@ def test_a_record_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(run.ENVIRONMENT, str(tmp_path / "none.json"))
     with pytest.raises(Failure, match="does not exist"):
         begin(tmp_path / "run")
+
+
+Record = dict[str, object]
+BEGAN: Record = {
+    "env_id": "aa",
+    "variant": "cu130",
+    "python": "3.11.7",
+    "torch": "2.11.0+cu130",
+    "drift": [],
+}
+OTHER: Record = {
+    "env_id": "bb",
+    "variant": "cu128",
+    "python": "3.12.1",
+    "torch": "2.10.0+cu128",
+    "drift": [],
+}
+DRIFTED: Record = {**BEGAN, "drift_allowed": True, "drift": [{"name": "six"}], "packages": {"six": "1.17.0"}}
+
+
+def start(folder: Path, monkeypatch: pytest.MonkeyPatch, record: dict[str, object] | None) -> str:
+    """Begin or resume a run as the launcher would, or without it; what its status lines say."""
+    monkeypatch.delenv(run.ENVIRONMENT, raising=False)
+    if record is not None:
+        handed = folder.with_name("handed.json")
+        handed.write_text(json.dumps(record))
+        monkeypatch.setenv(run.ENVIRONMENT, str(handed))
+    begin(folder)
+    return run.drifted(folder)
+
+
+def test_a_run_that_goes_on_in_the_environment_it_began_in_keeps_its_record_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    assert start(folder, monkeypatch, BEGAN) == ""
+    before = (folder / "environment.json").read_bytes()
+    assert start(folder, monkeypatch, BEGAN) == ""
+    assert (folder / "environment.json").read_bytes() == before
+
+
+def test_a_run_that_would_go_on_in_another_environment_is_refused_with_both_values_and_the_way_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    start(folder, monkeypatch, BEGAN)
+    with pytest.raises(Failure, match="began in another environment than this one") as caught:
+        start(folder, monkeypatch, OTHER)
+    assert caught.value.code == Exit.DRIFT
+    assert 'variant: was "cu130", is "cu128"' in caught.value.details
+    assert 'env_id: was "aa", is "bb"' in caught.value.details
+    assert caught.value.hint is not None
+    assert "`nox -s train -- --variant cu130 --python 3.11` goes on in the one that it began in" in caught.value.hint
+    assert "`--allow-drift`" in caught.value.hint
+    assert run.environment(folder) == BEGAN
+    with pytest.raises(Failure) as locked_anew:
+        start(folder, monkeypatch, {**BEGAN, "env_id": "cc"})
+    assert locked_anew.value.details == ('env_id: was "aa", is "cc"',)
+    assert "goes on in the one that it began in" not in str(locked_anew.value)
+
+
+def test_another_environment_that_was_let_pass_is_recorded_and_said_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    start(folder, monkeypatch, BEGAN)
+    assert start(folder, monkeypatch, {**OTHER, "drift_allowed": True}) == "environment changed"
+    other = {key: OTHER[key] for key in ("env_id", "variant", "python", "torch")} | {"drift_allowed": True}
+    assert run.environment(folder) == {**BEGAN, "resumed": [other]}
+    assert start(folder, monkeypatch, BEGAN) == "environment changed"
+
+
+def test_a_drift_that_was_let_pass_when_a_run_went_on_is_recorded_once_and_said_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    start(folder, monkeypatch, {**BEGAN, "packages": {"numpy": "2.4.6"}})
+    for _ in range(2):
+        assert start(folder, monkeypatch, DRIFTED) == "environment drifted"
+        assert run.environment(folder)["resumed"] == [
+            {"drift": [{"name": "six"}], "packages": {"numpy": None, "six": "1.17.0"}, "drift_allowed": True}
+        ]
+    assert start(folder, monkeypatch, BEGAN) == "environment drifted"
+
+
+@pytest.mark.parametrize("records", [(BEGAN, None), (None, BEGAN)])
+def test_a_run_that_was_started_once_without_the_launcher_says_so_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: tuple[dict[str, object] | None, ...]
+) -> None:
+    said = [start(tmp_path / "run", monkeypatch, record) for record in records]
+    assert said[-1] == "environment not checked"
+
+
+def test_a_target_s_folder_may_be_spelled_otherwise_and_another_one_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("m", "other"):
+        Path(name).mkdir()
+    Path("link").symlink_to("m")
+    begin(Path("runs/tiny"), {**GIVEN, "target": "m"})
+    for name in ("./m", "link", str(tmp_path / "m")):
+        assert run.choose(Path("runs"), "tiny", {**GIVEN, "target": name}) == Path("runs/tiny")
+        assert begin(Path("runs/tiny"), {**GIVEN, "target": name})
+    assert run.choose(Path("runs"), "tiny", {**GIVEN, "target": "other"}) == Path("runs/tiny-2")
+    for other in ("other", None):
+        with pytest.raises(Failure, match="given something else"):
+            begin(Path("runs/tiny"), {**GIVEN, "target": other})
+
+
+def test_once_a_target_was_read_its_weights_decide_whether_it_is_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    begin(folder, {**GIVEN, "target": "m"})
+    run.keep_target(folder, "m", "ab")
+    assert begin(folder, {**GIVEN, "target": "where/it/was/moved"})
+    run.keep_target(folder, "where/it/was/moved", "ab")
+    with pytest.raises(Failure, match=r"`m` is not the one that the run in .* began with") as caught:
+        run.keep_target(folder, "m", "cd")
+    assert caught.value.details == ("sha256 of its weights: was ab, is cd",)
+    assert caught.value.code == Exit.USAGE
+    with pytest.raises(Failure, match="given something else"):
+        begin(folder, {**GIVEN, "target": None})
+
+
+def test_what_a_killed_writer_left_half_written_is_removed_when_the_run_goes_on(tmp_path: Path) -> None:
+    places = [tmp_path / name for name in ("checkpoints", "target-training-0123456789ab")]
+    begin(tmp_path)
+    (places[0] / "step-00000004").mkdir(parents=True)
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom dflash import storage\n"
+        "with storage.new_folder(Path(sys.argv[1])) as first, storage.new_folder(Path(sys.argv[2])):\n"
+        "    (first / 'part').write_text('half')\n    print('half', flush=True)\n    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", program, *(str(place / "step-00000008") for place in places)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"half\n"
+        writer.kill()
+    assert [len(list(place.glob(".step-00000008.*"))) for place in places] == [1, 1]
+    assert begin(tmp_path)
+    assert [path.name for place in places for path in place.iterdir()] == ["step-00000004"]
+    assert (tmp_path / ".lock").exists()
 
 
 def test_metrics_go_on_after_the_step_that_was_saved(tmp_path: Path) -> None:
