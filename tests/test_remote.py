@@ -33,7 +33,8 @@ def test_what_is_no_reference_is_refused_before_any_program_sees_it(text: str) -
     assert caught.value.code == Exit.USAGE
 
 
-# What Docker 26, buildx 0.13 and cosign 2.5 print, each seen in the image tests.
+# What Docker 26, buildx 0.13 and cosign 2.5 print, seen in the image tests; of certificates, which these cannot have,
+# what the Go that they are made of prints.
 SAID = [
     ("Cannot connect to the Docker daemon at unix:///run/x. Is the docker daemon running?", Exit.HOST),
     ("permission denied while trying to connect to the Docker daemon socket at unix:///var/run/docker.sock", Exit.HOST),
