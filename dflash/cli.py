@@ -132,7 +132,7 @@ def train(
     ] = "",
     rdzv_conf: Annotated[
         str,
-        typer.Option(envvar="PET_RDZV_CONF", help="As in `join_timeout=600,timeout=60`.", rich_help_panel=WORKERS),
+        typer.Option(envvar="PET_RDZV_CONF", help="As in `join_timeout=600,read_timeout=60`.", rich_help_panel=WORKERS),
     ] = "",
     local_addr: Annotated[
         str | None,
