@@ -292,7 +292,8 @@ def _back(began: dict[str, Any], now: dict[str, Any]) -> str:
     was, python = (str(record["python"] or "").split(".")[:2] for record in (began, now))
     options = [f"--variant {began['variant']}"] if began["variant"] and began["variant"] != now["variant"] else []
     options += [f"--python {'.'.join(was)}"] if any(was) and was != python else []
-    return f"`nox -s train -- {' '.join(options)}` goes on in the one that it began in; " if options else ""
+    command = " ".join(["nox -s train --", *options])
+    return f"`{command}` goes on in the one that it began in; " if options else ""
 
 
 def _other(began: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

@@ -153,4 +153,6 @@ def test_a_user_id_without_a_passwd_entry_and_without_home_gets_a_usable_cache(o
 
 def test_the_temporary_folder_is_the_systems_when_no_variable_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
     assert places.cache_home({}).path == Path(tempfile.gettempdir()) / f"dflash-{os.getuid()}"
