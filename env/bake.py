@@ -386,10 +386,8 @@ def _locked(options: argparse.Namespace, argv: Sequence[str]) -> Path:
         command = f"{os.environ.get(bootstrap.FRONT_DOOR, 'nox')} -s bake"
         _, words = launch.take(argv)
         words = [*(["--python", options.python] if options.python else []), *words]
-        refusal = drift.failure(drifts, chosen.name, command=command, options=shlex.join(words))
-        # the last way out of a launch is none here: what is sealed is for others, who have the locked set
-        ways, _, _ = str(refusal.hint).rpartition("; ")
-        raise Failure(refusal.code, refusal.message, details=refusal.details, hint=ways)
+        # what is sealed is for others, who have the locked set: there is no going on as it is
+        raise drift.failure(drifts, chosen.name, command=command, options=shlex.join(words), passable=False)
     return found
 
 

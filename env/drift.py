@@ -1211,11 +1211,19 @@ def _applies(marker: str, markers: Mapping[str, str], extras: set[str]) -> bool:
 # --------------------------------------------------------------------------------------------------------- what is said
 
 
-def failure(drifts: Sequence[Drift], variant: str, *, command: str = "nox -s train", options: str = "") -> Failure:
+def failure(
+    drifts: Sequence[Drift],
+    variant: str,
+    *,
+    command: str = "nox -s train",
+    options: str = "",
+    passable: bool = True,
+) -> Failure:
     """The refusal: one line a drift, torch first, and the ways out.
 
     `command` is what the user typed, and `options` what of it chose the environment besides the variant, like
-    `--python 3.12`: the mending command must mend this environment and no other.
+    `--python 3.12`: the mending command must mend this environment and no other. `passable`: whether it takes
+    `--allow-drift`.
     """
     rows = [
         (d.name, f"locked {d.locked}" if d.locked else "not locked", f"found {d.found}" if d.found else "not found",
@@ -1236,7 +1244,7 @@ def failure(drifts: Sequence[Drift], variant: str, *, command: str = "nox -s tra
         Exit.DRIFT,
         f"this environment is not the locked one ({variant})",
         details=_listing(lines, LINES),
-        hint="; ".join([*mends, "`--allow-drift` goes on as it is"]),
+        hint="; ".join([*mends, *(["`--allow-drift` goes on as it is"] if passable else [])]),
     )
 
 
